@@ -1,0 +1,1 @@
+"""RLHF in JAX and Flax: reward models and PPO as pure functions over sharded parameters."""

@@ -1,0 +1,39 @@
+"""Records that pass between the floors, and the letters of their shapes.
+
+Letters: B batch, T response tokens (or any sequence), P prompt width, S = P + T or cache length, V vocabulary, D model width,
+H heads, K key/value heads, E head width, F feed-forward width, L layers. Scalars have no suffix.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+
+
+@struct.dataclass
+class Prompts:
+    """Tokenised prompts, padded on the left to one width P."""
+
+    tokens_BP: jax.Array  # int32
+    mask_BP: jax.Array  # bool, True on prompt tokens
+    row_B: jax.Array  # int32, names each row's sampling stream: the same row and key give the same response
+
+
+@struct.dataclass
+class Rollout:
+    """Prompts and the responses sampled for them. Response position t lies at sequence position P + t."""
+
+    tokens_BS: jax.Array  # int32, prompt padded on the left, response on the right; S = P + T
+    mask_BS: jax.Array  # bool, True on prompt tokens and valid response tokens
+    mask_BT: jax.Array  # bool, True on response tokens up to and including the first EOS
+    logprobs_BT: jax.Array  # float32, of the sampled tokens when they were sampled; 0 where masked
+    truncated_B: jax.Array  # bool, the response reached its limit without an EOS
+
+    @property
+    def response_BT(self) -> jax.Array:
+        return self.tokens_BS[:, -self.mask_BT.shape[1] :]
+
+    @property
+    def length_B(self) -> jax.Array:
+        """Valid response tokens of each row."""
+        return self.mask_BT.sum(-1)

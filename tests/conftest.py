@@ -1,0 +1,47 @@
+"""Eight virtual devices, strict ranks, and the switches for the longer suites."""
+
+import os
+import pathlib
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ.setdefault(offline, "1")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SHARED = pathlib.Path(os.environ.get("RLHF_JAX_SHARED", pathlib.Path(__file__).parents[2] / "shared"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--long", action="store_true", help="also run the tests marked long")
+
+
+def pytest_collection_modifyitems(config, items):
+    for name in ("slow", "long"):
+        if not config.getoption(f"--{name}"):
+            for item in items:
+                if name in item.keywords:
+                    item.add_marker(pytest.mark.skip(reason=f"needs --{name}"))
+
+
+@pytest.fixture(scope="session")
+def hh_pairs():
+    """The folder of HH-RLHF harmless-base pairs."""
+    folder = SHARED / "data" / "hh-rlhf" / "harmless-base"
+    if not folder.exists():
+        pytest.skip(f"{folder} is missing")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_models():
+    """The folder of real checkpoints (RLHF_JAX_MODELS), made by the script that comes with the data."""
+    folder = pathlib.Path(os.environ.get("RLHF_JAX_MODELS", "/tmp/models"))
+    if not (folder / "minilm-l6" / "model.safetensors").exists():
+        pytest.skip(f"no models in {folder}; set RLHF_JAX_MODELS")
+    return folder
