@@ -1,0 +1,1 @@
+"""Where arrays lie. The only place that names mesh axes."""

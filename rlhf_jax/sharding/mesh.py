@@ -1,0 +1,109 @@
+"""One grid of devices, and each role's view of it.
+
+The grid is a single `jax.sharding.Mesh` whose axes are prime factors, for instance 2 x 2 x 2. A role groups these small
+axes into `data`, `fsdp` and `tensor`. The training layout and the generation layout of the actor are then two groupings
+of the same grid, and moving between them is a plain `jit` (HybridFlow's regrouping, https://arxiv.org/abs/2409.19256,
+section 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from rlhf_jax.errors import InputError
+
+ROLE_AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How one role reads the grid: which grid axes make up its data, fsdp and tensor axis."""
+
+    mesh: Mesh
+    data: tuple[str, ...]
+    fsdp: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+    def grid_axes(self, role_axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for role_axis in role_axes for axis in getattr(self, role_axis))
+
+    def size(self, *role_axes: str) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.grid_axes(role_axes))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {axis: self.size(axis) for axis in ROLE_AXES}
+
+
+def prime_factors(number: int) -> list[int]:
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
+
+
+def resolve_shape(shape: Mapping[str, int], devices: int, role: str) -> dict[str, int]:
+    """The shape with -1 replaced by what is left of the devices.
+
+    Raises:
+      InputError: the shape does not cover the devices exactly.
+    """
+    fixed = math.prod(size for size in shape.values() if size != -1)
+    if -1 in shape.values() and devices % fixed == 0:
+        shape = {axis: devices // fixed if size == -1 else size for axis, size in shape.items()}
+    if math.prod(shape.values()) != devices:
+        asked = " x ".join(f"{axis} {size}" for axis, size in shape.items())
+        raise InputError(
+            f"placement.{role} asks for {asked}, which does not cover {devices} devices; use sizes whose product is {devices}"
+        )
+    return dict(shape)
+
+
+def training_view(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> View:
+    """The grid, factored along the training shape, and the training role's view of it.
+
+    `tensor` takes the last axes, hence neighbouring devices, and `data` the first.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = resolve_shape(shape, len(devices), "train")
+    factors = {axis: prime_factors(shape[axis]) for axis in ROLE_AXES}
+    sizes = [size for axis in ROLE_AXES for size in factors[axis]] or [1]
+    names = [f"grid{i}" for i in range(len(sizes))]
+    mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    if len(devices) == 1:
+        return View(mesh, ("grid0",), (), ())
+    rest = iter(names)
+    return View(mesh, **{axis: tuple(next(rest) for _ in factors[axis]) for axis in ROLE_AXES})
+
+
+def regroup(view: View, shape: Mapping[str, int], role: str) -> View:
+    """Another shape over the same grid, chosen so that each device keeps what it has.
+
+    The new tensor axis takes the major axes of the old one first, then fsdp's, then data's: where the shapes are nested,
+    each device's shard in `view` is a part of its shard in the new view.
+    """
+    shape = resolve_shape(shape, view.mesh.size, role)
+    rest = [axis for role_axis in ("tensor", "fsdp", "data") for axis in getattr(view, role_axis)]
+
+    def take(size: int, candidates: list[str]) -> tuple[str, ...]:
+        taken = []
+        for axis in candidates:
+            if size % view.mesh.shape[axis] == 0 and view.mesh.shape[axis] > 1:
+                taken.append(axis)
+                size //= view.mesh.shape[axis]
+        for axis in taken:
+            rest.remove(axis)
+        return tuple(taken)
+
+    tensor = take(shape["tensor"], rest)
+    fsdp = take(shape["fsdp"], [axis for axis in view.fsdp if axis in rest] + [a for a in rest if a not in view.fsdp])
+    return View(view.mesh, tuple(axis for axis in view.mesh.axis_names if axis in rest), fsdp, tensor)

@@ -1,0 +1,111 @@
+"""From logical axes to devices: one table of rules, read through a role's view of the grid.
+
+Models name the axes of their parameters and activations (`nn.with_logical_partitioning`); this table says which of a
+role's axes shards each of them. An axis that is not in the table raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlhf_jax.sharding.mesh import View
+
+RULES: dict[str, tuple[str, ...]] = {
+    # parameters
+    "layers": (),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "positions": (),
+    "norm": (),
+    # activations
+    "batch": ("data", "fsdp"),
+    "length": (),
+    "embed_act": (),
+    "vocab_act": ("tensor",),
+}
+
+
+def partition(view: View, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """The partition of an array with these logical axes.
+
+    A dimension that its mesh axes do not divide stays whole on every device (9 heads over 2 devices, say).
+
+    Raises:
+      KeyError: a logical axis is not in `RULES`.
+    """
+    entries = []
+    for axis, size in zip(axes, shape, strict=True):
+        if axis is not None and axis not in RULES:
+            raise KeyError(f"logical axis {axis!r} has no rule; add it to RULES in {__name__} (known: {', '.join(RULES)})")
+        role_axes = RULES[axis] if axis is not None else ()
+        entries.append(view.grid_axes(role_axes) if size % view.size(*role_axes) == 0 else ())
+    return PartitionSpec(*(entry or None for entry in entries))
+
+
+def is_axes(node: Any) -> bool:
+    """True for one parameter's axes: a tuple of names."""
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
+
+
+def parameter_shardings(view: View, axes: Any, shapes: Any) -> Any:
+    """A NamedSharding for each parameter.
+
+    Args:
+      axes: tree of tuples of logical axis names.   shapes: the same tree of arrays or ShapeDtypeStructs.
+    """
+    return jax.tree.map(
+        lambda names, leaf: NamedSharding(view.mesh, partition(view, names, leaf.shape)), axes, shapes, is_leaf=is_axes
+    )
+
+
+def replicated_dimensions(view: View, axes: Any, shapes: Any) -> list[str]:
+    """Parameters with a dimension that stays whole because its mesh axes do not divide it, for people to read."""
+    found = []
+    for (path, names), leaf in zip(
+        jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes), jax.tree.leaves(shapes), strict=True
+    ):
+        for name, size in zip(names, leaf.shape, strict=True):
+            shards = view.size(*RULES[name]) if name is not None else 1
+            if size % shards:
+                found.append(f"{jax.tree_util.keystr(path)}: {name} {size} is not divisible by {shards}, kept whole")
+    return found
+
+
+def replicated(view: View) -> NamedSharding:
+    return NamedSharding(view.mesh, PartitionSpec())
+
+
+def batch_sharding(view: View) -> NamedSharding:
+    """Rows over data and fsdp; every other dimension whole."""
+    return NamedSharding(view.mesh, PartitionSpec(view.grid_axes(RULES["batch"]) or None))
+
+
+_scope: contextvars.ContextVar[View | None] = contextvars.ContextVar("sharding_scope", default=None)
+
+
+@contextlib.contextmanager
+def sharding_scope(view: View) -> Iterator[None]:
+    """While a function is traced inside, `constrain` speaks of this view."""
+    token = _scope.set(view)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """`x`, kept on the devices that its logical axes say; outside a `sharding_scope`, just `x`."""
+    view = _scope.get()
+    if view is None or view.mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(view.mesh, partition(view, axes, x.shape)))
