@@ -1,0 +1,127 @@
+"""Attention over whole sequences and over a cache, rotary positions, and the projections around them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.models.configs import Rope
+from rlhf_jax.models.layers import Linear
+
+MASKED = -1e30  # finite, so that a row with nothing to attend to averages and has finite gradients
+
+
+def attend(q_BTHE, k_BTKE, v_BTKE, mask_BT, *, causal: bool):
+    """softmax(q k / sqrt(E)) v over the valid positions, and over earlier ones only if causal. Softmax in float32.
+
+    Query heads h K/H.. share a key/value head. They are folded into the rows of one matrix product per key/value
+    head, which is faster on the CPU than leaving them as an axis of an einsum or jax.nn.dot_product_attention.
+
+    Returns:
+      [B, T, H, E]; finite, without meaning, where no position is allowed.
+    """
+    B, T, H, E = q_BTHE.shape
+    K = k_BTKE.shape[2]
+    G = H // K
+    q = (q_BTHE * E**-0.5).reshape(B, T, K, G, E).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, E)
+    scores = jnp.einsum("bkne,bske->bkns", q, k_BTKE, preferred_element_type=jnp.float32)
+    allowed = mask_BT[:, None, :]
+    if causal:
+        allowed = allowed & jnp.tril(jnp.ones((1, T, T), bool))
+    scores = jnp.where(allowed[:, None, None], scores.reshape(B, K, G, T, T), MASKED)
+    weights = jax.nn.softmax(scores, -1).astype(v_BTKE.dtype).reshape(B, K, G * T, T)
+    out = jnp.einsum("bkns,bske->bkne", weights, v_BTKE)
+    return out.reshape(B, K, G, T, E).transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
+
+
+def attend_cached(q_BHE, k_BKSE, v_BKSE, mask_BS):
+    """As `attend`, for one query a row over the valid slots of a cache. Returns [B, H, E]."""
+    B, H, E = q_BHE.shape
+    K = k_BKSE.shape[1]
+    q = (q_BHE * E**-0.5).reshape(B, K, H // K, E)
+    scores = jnp.einsum("bkge,bkse->bkgs", q, k_BKSE, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(mask_BS[:, None, None], scores, MASKED), -1).astype(v_BKSE.dtype)
+    return jnp.einsum("bkgs,bkse->bkge", weights, v_BKSE).reshape(B, H, E)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Radians a position for each of the E/2 pairs, in the same float32 steps as `transformers`.
+
+    linear: https://arxiv.org/abs/2306.15595; llama3: wavelengths above original/low_freq_factor are divided by factor,
+    those below original/high_freq_factor are kept, with a linear ramp between (Llama 3.1).
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "linear":
+        return frequencies / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        turns = rope.original_positions * frequencies / np.float32(2 * math.pi)  # over the original context
+        ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(ramp, 0.0, 1.0).astype(np.float32)
+        return (1 - keep) * frequencies / np.float32(rope.factor) + keep * frequencies
+    return frequencies
+
+
+def rotation(rope: Rope, head_dim: int, positions_BT):
+    """(cos, sin), each [B, T, 1, E/2] in float32."""
+    angles = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)[None, None]
+    return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+
+
+def rotate(x_BTNE, cos, sin):
+    """Pairs (x_i, x_{i+E/2}) turned by their angles; in float32."""
+    first, second = jnp.split(x_BTNE.astype(jnp.float32), 2, -1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.astype(x_BTNE.dtype)
+
+
+class Attention(nn.Module):
+    """Projections to queries, keys and values, and back."""
+
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        D, E = self.embed, self.head_dim
+
+        def into(heads, axis):
+            return Linear(
+                (D,), (heads, E), ("embed", axis, "head_dim"), self.bias, self.dtype, self.param_dtype
+            )
+
+        self.q = into(self.heads, "heads")
+        self.k = into(self.kv_heads, "kv_heads")
+        self.v = into(self.kv_heads, "kv_heads")
+        axes = ("heads", "head_dim", "embed")
+        self.o = Linear((self.heads, E), (D,), axes, self.bias, self.dtype, self.param_dtype)
+
+    def project(self, x_BTD, turn=None):
+        """(q_BTHE, k_BTKE, v_BTKE), queries and keys rotated by turn = (cos, sin)."""
+        q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if turn is not None:
+            q, k = rotate(q, *turn), rotate(k, *turn)
+        return q, k, v
+
+    def __call__(self, x_BTD, turn, mask_BT, *, causal: bool):
+        """(output_BTD, (k_BTKE, v_BTKE)) over a whole sequence."""
+        q, k, v = self.project(x_BTD, turn)
+        return self.o(attend(q, k, v, mask_BT, causal=causal)), (k, v)
+
+    def decode(self, x_BTD, turn, cached, mask_BS, slot_B):
+        """(output_BTD, cached) for one token a row (T = 1), whose key and value are written at slot_B."""
+        q, k, v = self.project(x_BTD, turn)
+        rows = jnp.arange(x_BTD.shape[0])
+        k_BKSE = cached[0].at[rows, :, slot_B].set(k[:, 0].astype(cached[0].dtype))
+        v_BKSE = cached[1].at[rows, :, slot_B].set(v[:, 0].astype(cached[1].dtype))
+        out = attend_cached(q[:, 0], k_BKSE, v_BKSE, mask_BS)
+        return self.o(out[:, None]), (k_BKSE, v_BKSE)

@@ -1,0 +1,146 @@
+"""Layers that all models share: linear maps, norms, tables, feed-forward layers. Parameters are cast where they are used."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+INIT_STDDEV = 0.02
+
+
+class Linear(nn.Module):
+    """x @ kernel + bias, where kernel is [*inputs, *outputs] and x ends in the axes of inputs."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    axes: tuple[str, ...]  # logical names of the kernel's axes
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        n = len(self.inputs)
+        init = nn.with_logical_partitioning(normal, self.axes)
+        kernel = self.param("kernel", init, (*self.inputs, *self.outputs), self.param_dtype)
+        contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
+        y = lax.dot_general(x.astype(self.dtype), kernel.astype(self.dtype), (contract, ((), ())))
+        if self.use_bias:
+            # A bias along the model width is small and added everywhere: never split.
+            axes = tuple("norm" if axis == "embed" else axis for axis in self.axes[n:])
+            bias = self.param(
+                "bias",
+                nn.with_logical_partitioning(nn.initializers.zeros, axes),
+                self.outputs,
+                self.param_dtype,
+            )
+            y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        return y
+
+
+def normal(key, shape, dtype):
+    return INIT_STDDEV * jax.random.normal(key, shape, dtype)
+
+
+class Norm(nn.Module):
+    """RMS norm (kind rms) or layer norm (kind layer) over the last axis, in float32."""
+
+    width: int
+    kind: str
+    eps: float
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        def vector(name, init):
+            value = self.param(
+                name, nn.with_logical_partitioning(init, ("norm",)), (self.width,), self.param_dtype
+            )
+            return value.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (self.width,))
+
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y = y - y.mean(-1, keepdims=True)
+        y = (
+            y
+            * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+            * vector("scale", nn.initializers.ones)
+        )
+        if self.kind == "layer":
+            y = y + vector("bias", nn.initializers.zeros)
+        return y.astype(self.dtype)
+
+
+class Table(nn.Module):
+    """Rows of learned vectors."""
+
+    rows: int
+    width: int
+    axis: str  # logical name of the rows
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        init = nn.with_logical_partitioning(normal, (self.axis, "embed"))
+        self.embedding = self.param("embedding", init, (self.rows, self.width), self.param_dtype)
+
+    def __call__(self, ids):
+        return self.embedding[ids].astype(self.dtype)
+
+    def attend(self, x_BTD):
+        """Float32 inner products with every row: the tied unembedding."""
+        contract = (((x_BTD.ndim - 1,), (1,)), ((), ()))
+        table = self.embedding.astype(self.dtype)
+        return lax.dot_general(x_BTD.astype(self.dtype), table, contract, preferred_element_type=jnp.float32)
+
+
+class Mlp(nn.Module):
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) if gated."""
+
+    embed: int
+    mlp: int
+    activation: str
+    gated: bool
+    bias: bool
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        D, F, types = self.embed, self.mlp, (self.dtype, self.param_dtype)
+        if self.gated:
+            self.gate = Linear((D,), (F,), ("embed", "mlp"), self.bias, *types)
+        self.up = Linear((D,), (F,), ("embed", "mlp"), self.bias, *types)
+        self.down = Linear((F,), (D,), ("mlp", "embed"), self.bias, *types)
+
+    def __call__(self, x):
+        act = ACTIVATIONS[self.activation]
+        return self.down(act(self.gate(x)) * self.up(x) if self.gated else act(self.up(x)))
+
+
+def positions_of(mask_BT):
+    """Position of each valid token in its own row, whatever the padding: cumsum(mask) - 1, at least 0."""
+    return jnp.maximum(jnp.cumsum(mask_BT.astype(jnp.int32), -1) - 1, 0)
+
+
+def last_valid(mask_BT):
+    """Index of the last valid position of each row."""
+    return mask_BT.shape[1] - 1 - jnp.argmax(mask_BT[:, ::-1], -1)
+
+
+def take_position(x_BTD, index_B):
+    """x_BTD at one position a row: [B, D]."""
+    return jnp.take_along_axis(x_BTD, index_B[:, None, None], 1)[:, 0]

@@ -1,0 +1,175 @@
+"""The causal decoder: GPT-2, Llama and what is made of the same parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.errors import InputError
+from rlhf_jax.models.attention import Attention, rotation
+from rlhf_jax.models.configs import TransformerConfig
+from rlhf_jax.models.heads import DECODER_HEADS, ScalarHead, Unembed
+from rlhf_jax.models.kv_cache import KVCache, fill_cache
+from rlhf_jax.models.layers import Mlp, Norm, Table, last_valid, positions_of, take_position
+from rlhf_jax.sharding.rules import constrain
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    config: TransformerConfig
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        c, types = self.config, (self.dtype, self.param_dtype)
+        self.attention_norm = Norm(c.embed, c.norm, c.norm_eps, *types)
+        self.attention = Attention(c.embed, c.heads, c.kv_heads, c.head_dim, c.attention_bias, *types)
+        self.mlp_norm = Norm(c.embed, c.norm, c.norm_eps, *types)
+        self.mlp = Mlp(c.embed, c.mlp, c.activation, c.gated_mlp, c.mlp_bias, *types)
+
+    def __call__(self, x_BTD, turn, mask_BT):
+        x_BTD, _ = self.prefill(x_BTD, turn, mask_BT)
+        return constrain(x_BTD, "batch", "length", "embed_act"), None
+
+    def prefill(self, x_BTD, turn, mask_BT):
+        """(x_BTD, (k_BTKE, v_BTKE))."""
+        out, pair = self.attention(self.attention_norm(x_BTD), turn, mask_BT, causal=True)
+        return self._feed(x_BTD + out), pair
+
+    def decode(self, x_BTD, turn, pair, mask_BS, slot_B):
+        """(x_BTD, pair) for one token a row."""
+        out, pair = self.attention.decode(self.attention_norm(x_BTD), turn, pair, mask_BS, slot_B)
+        return self._feed(x_BTD + out), pair
+
+    def _feed(self, x_BTD):
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Transformer(nn.Module):
+    """A decoder with a head: logits (lm), a value a token (value) or a score a row (score).
+
+    Attributes:
+      config: shape and choices.
+      head: lm, value or score; the last two are one parameter, read at every or at the last valid token.
+      dtype: type of the computation; norms, softmax, logits, values and scores are float32 always.
+      scan_layers: layers are one scanned block with stacked parameters (training), otherwise one after another
+        (generation; `decode` needs this). `unstack_layers` and `stack_layers` convert the parameters.
+      remat: recompute each block in the backward pass.
+    """
+
+    config: TransformerConfig
+    head: str = "lm"
+    dtype: Any = jnp.float32
+    scan_layers: bool = True
+    remat: bool = False
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        c, types = self.config, (self.dtype, self.param_dtype)
+        if self.head not in DECODER_HEADS:
+            raise InputError(f"a decoder has no head {self.head!r}; use one of {', '.join(DECODER_HEADS)}")
+        self.embed = Table(c.vocab_size, c.embed, "vocab", *types)
+        if c.rope is None:
+            self.positions = Table(c.max_positions, c.embed, "positions", *types)
+        self.layers = self._layers()
+        self.final_norm = Norm(c.embed, c.norm, c.norm_eps, *types)
+        if self.head != "lm":
+            self.scalar = ScalarHead(c.embed, self.param_dtype, name="head")
+        elif not c.tied:
+            self.unembedding = Unembed(c.embed, c.vocab_size, *types)
+
+    def _layers(self):
+        c, block = self.config, Block
+        if self.remat:
+            policy = jax.checkpoint_policies.nothing_saveable
+            block = nn.remat(block, policy=policy, prevent_cse=not self.scan_layers, methods=["__call__"])
+        if not self.scan_layers:
+            return [block(c, self.dtype, self.param_dtype) for _ in range(c.layers)]
+        scanned = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, nn.broadcast),
+            length=c.layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+            methods=["__call__", "prefill"],
+        )
+        return scanned(c, self.dtype, self.param_dtype)
+
+    def __call__(self, tokens_BT, mask_BT=None):
+        """Float32 logits_BTV, values_BT or scores_B, by head. Nothing depends on the padding side or its content."""
+        hidden_BTD = self.hidden(tokens_BT, mask_BT)
+        if self.head == "lm":
+            return constrain(self.unembed(hidden_BTD), "batch", "length", "vocab_act")
+        if self.head == "value" or mask_BT is None:
+            values_BT = self.scalar(hidden_BTD)
+            return values_BT if self.head == "value" else values_BT[:, -1]
+        return self.scalar(take_position(hidden_BTD, last_valid(mask_BT.astype(bool))))
+
+    def hidden(self, tokens_BT, mask_BT=None):
+        """Hidden states after the final norm."""
+        x_BTD, turn, mask_BT = self._embed(tokens_BT, mask_BT)
+        x_BTD = constrain(x_BTD, "batch", "length", "embed_act")
+        if self.scan_layers:
+            x_BTD, _ = self.layers(x_BTD, turn, mask_BT)
+        else:
+            for layer in self.layers:
+                x_BTD, _ = layer(x_BTD, turn, mask_BT)
+        return self.final_norm(x_BTD)
+
+    def unembed(self, hidden_BTD):
+        """Float32 logits."""
+        if self.head != "lm":
+            raise ValueError(f"a model with head {self.head!r} has no logits; load it with head='lm'")
+        return self.embed.attend(hidden_BTD) if self.config.tied else self.unembedding(hidden_BTD)
+
+    def prefill(self, tokens_BP, mask_BP, cache_length: int):
+        """(float32 logits_BV of each row's last valid token, cache of cache_length slots, the first P written)."""
+        x, turn, mask_BP = self._embed(tokens_BP, mask_BP, cache_length)
+        if self.scan_layers:
+            x, (keys, values) = self.layers.prefill(x, turn, mask_BP)
+            pairs = [(keys[i], values[i]) for i in range(self.config.layers)]
+        else:
+            pairs = []
+            for layer in self.layers:
+                x, pair = layer.prefill(x, turn, mask_BP)
+                pairs.append(pair)
+        last_BD = take_position(x, last_valid(mask_BP))
+        return self.unembed(self.final_norm(last_BD)), fill_cache(pairs, mask_BP, cache_length)
+
+    def decode(self, tokens_B, cache: KVCache):
+        """(float32 logits_BV, cache) after one more token a row."""
+        if self.scan_layers:
+            raise ValueError("decode needs model.clone(scan_layers=False) and parameters from unstack_layers")
+        position_B1, slot_B = cache.position_B[:, None], cache.slot_B
+        cache = cache.advance()
+        x = self.embed(tokens_B[:, None])
+        x, turn = self._place(x, position_B1)
+        pairs = []
+        for layer, pair in zip(self.layers, cache.layers, strict=True):
+            x, pair = layer.decode(x, turn, pair, cache.mask_BS, slot_B)
+            pairs.append(pair)
+        return self.unembed(self.final_norm(x[:, 0])), cache.replace(layers=tuple(pairs))
+
+    def _embed(self, tokens_BT, mask_BT, length: int | None = None):
+        """(x_BTD, rotation or None, bool mask_BT)."""
+        chex.assert_rank(tokens_BT, 2)
+        mask_BT = jnp.ones(tokens_BT.shape, bool) if mask_BT is None else mask_BT.astype(bool)
+        chex.assert_equal_shape([tokens_BT, mask_BT])
+        length, limit = length or tokens_BT.shape[1], self.config.max_positions
+        if self.config.rope is None and length > limit:
+            raise InputError(
+                f"{length} tokens are more than the model's {limit} learned positions; shorten them"
+            )
+        x, turn = self._place(self.embed(tokens_BT), positions_of(mask_BT))
+        return x, turn, mask_BT
+
+    def _place(self, x_BTD, positions_BT):
+        if self.config.rope is None:
+            return x_BTD + self.positions(positions_BT), None
+        return x_BTD, rotation(self.config.rope, self.config.head_dim, positions_BT)
