@@ -1,0 +1,251 @@
+"""From dialogues to token ids: one rendering for training, evaluation and rollout.
+
+A tokenizer with a chat template gets its template. Without one, dialogues become HH text: `\\n\\nHuman: ...`, then
+`\\n\\nAssistant: ...`, a system message before them as plain text; an encoder's own special tokens ([CLS] ... [SEP]) stand around
+it. The text of messages and responses is always tokenized on its own and with special tokens disabled, so that `<|im_end|>`
+typed by a user is text. For the same reason prompt(x) + response(y) == dialogue(x, y), token by token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_jax.data.messages import ASSISTANT, HUMAN, Dialogue, Message, asks_nothing, lone_surrogate
+from rlhf_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARKERS = {"system": "\n\n", "user": HUMAN, "assistant": ASSISTANT}
+_SENTINEL = "content7f3a9c{}z"
+
+
+class Renderer:
+    """Renders dialogues for one tokenizer.
+
+    Args:
+      tokenizer: of `transformers`.
+      eos_ids: all ids that end a response, as the model's generation configuration says; none: the tokenizer's own.
+      encoder: True for BERT-like models; none: True where the tokenizer has both a CLS and a SEP token.
+
+    Attributes:
+      eos_id: the one that ends a rendered response: what the chat template closes the assistant's turn with, else the first of eos_ids.
+      eos_ids: every id that ends a response, eos_id among them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Iterable[int] | None = None,
+        encoder: bool | None = None,
+    ):
+        self.tokenizer = tokenizer
+        has_frame = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+        self.encoder = has_frame if encoder is None else encoder
+        self._chat = bool(tokenizer.chat_template) and not self.encoder
+        self._special = set(tokenizer.all_special_ids)
+        self._special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._control = self._special - {tokenizer.unk_token_id}
+        self._control_text = re.compile(
+            "|".join(map(re.escape, _longest_first(tokenizer, self._control))) or "(?!)"
+        )
+        self._fixed_of_roles: dict[tuple[str, ...], list[list[int]] | str] = {}
+        self._start, suffix = ([], []) if self._chat else self._frame()
+        if eos_ids is None:
+            eos_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._ending = suffix if self.encoder else self._closing(tuple(eos_ids))
+        self.eos_id = self._ending[-1] if self._ending else None
+        self.eos_ids = tuple(dict.fromkeys([*([self.eos_id] if self._ending else []), *eos_ids]))
+
+    def prompt(self, messages: Dialogue, max_length: int) -> list[int]:
+        """Token ids of a prompt, up to the point where the response begins; the oldest turns go first where it is too long.
+
+        A system message stays where it fits. Of a last turn that is itself too long, the oldest tokens go.
+        """
+        ids = self._fit(messages, max_length)
+        if ids is None:
+            raise InputError(
+                f"a prompt length of {max_length} tokens leaves no room: the markers around an empty turn take "
+                f"{sum(map(len, self._fixed(('user',))))}; use a longer one"
+            )
+        return ids
+
+    def response(self, text: str) -> list[int]:
+        """Token ids of a response and of what ends it: EOS, or an encoder's suffix."""
+        return self._content(text, "assistant") + self._ending
+
+    def dialogue(self, messages: Dialogue, response: str, max_length: int) -> list[int] | None:
+        """prompt + response of at most max_length tokens. The response is never cut: None where it alone does not fit."""
+        end = self.response(response)
+        start = self._fit(messages, max_length - len(end))
+        return None if start is None else start + end
+
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of response tokens, without special tokens and without white space around it."""
+        kept = [id for id in map(int, ids) if id not in self._special and id not in self.eos_ids]
+        return self.tokenizer.decode(
+            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        ).strip()
+
+    def _fit(self, messages: Dialogue, room: int) -> list[int] | None:
+        """The longest run of newest turns that fits."""
+        if asks_nothing(messages):
+            raise InputError(
+                f"a prompt needs a message of the user, found the roles {[m.role for m in messages]}"
+            )
+        messages = self._acceptable(messages)
+        contents = [self._content(message.content, message.role) for message in messages]
+        system = [0] if messages[0].role == "system" else []
+        starts = [index for index, message in enumerate(messages) if message.role == "user"]
+        first = len(system)
+        if starts[0] != first:
+            starts.insert(0, first)
+        newest = list(range(starts[-1], len(messages)))
+        choices = [system + list(range(start, len(messages))) for start in starts]
+        for choice in [*choices, newest]:
+            ids = self._joined(messages, contents, choice)
+            if len(ids) <= room:
+                return ids
+        for choice in [
+            newest,
+            system + newest,
+        ]:  # a template may put a longer system message in place of one left out
+            excess = len(self._joined(messages, contents, choice)) - room
+            cut = list(contents)
+            for index in newest:
+                cut[index] = contents[index][max(excess, 0) :]
+                excess -= len(contents[index]) - len(cut[index])
+            if excess <= 0:
+                return self._joined(messages, cut, choice)
+        return None
+
+    def _joined(self, messages: Dialogue, contents: Sequence[list[int]], choice: Sequence[int]) -> list[int]:
+        fixed = self._fixed(tuple(messages[index].role for index in choice))
+        ids = list(fixed[0])
+        for index, after in zip(choice, fixed[1:], strict=True):
+            ids += contents[index] + after
+        return ids
+
+    def _content(self, text: str, role: str) -> list[int]:
+        """Tokens of a message's own text: special tokens in it are text."""
+        surrogate = lone_surrogate(text)
+        if surrogate:
+            raise InputError(
+                f"expected Unicode text, found the lone surrogate {surrogate} in {ascii(text[:40])}"
+            )
+        if not text:
+            return []
+        if not self._chat and role != "system":
+            text = " " + text
+        ids = self._encode(text, special=False)
+        if self._control.isdisjoint(ids):
+            return ids
+        # A vocabulary that holds its special tokens as ordinary pieces: spell them out, letter by letter.
+        spelled = []
+        for part in re.split(f"({self._control_text.pattern})", text):
+            letters = part if self._control_text.fullmatch(part) else [part]
+            spelled += [id for piece in letters if piece for id in self._encode(piece, special=False)]
+        return [id for id in spelled if id not in self._control]
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        return self.tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=not special, verbose=False
+        )
+
+    def _acceptable(self, messages: Dialogue) -> Dialogue:
+        """The messages; neighbours of one role become one message where the template wants roles to alternate."""
+        if not self._chat or not isinstance(self._pieces(tuple(message.role for message in messages)), str):
+            return messages
+        merged: list[Message] = []
+        for message in messages:
+            if merged and merged[-1].role == message.role:
+                merged[-1] = Message(message.role, f"{merged[-1].content}\n\n{message.content}".strip())
+            else:
+                merged.append(message)
+        return tuple(merged)
+
+    def _fixed(self, roles: tuple[str, ...]) -> list[list[int]]:
+        """Tokens before, between and after the contents of messages with these roles; the response follows the last ones."""
+        fixed = self._pieces(roles)
+        if isinstance(fixed, str):
+            raise InputError(
+                f"the chat template of {self._name()} cannot render the roles {list(roles)}: {fixed}"
+            )
+        return fixed
+
+    def _pieces(self, roles: tuple[str, ...]) -> list[list[int]] | str:
+        """As _fixed, or the reason why the template refuses these roles."""
+        if roles not in self._fixed_of_roles:
+            if self._chat:
+                texts = self._template_pieces(roles, generation=True)
+            else:
+                texts = [_MARKERS[role] for role in roles] + [ASSISTANT]
+                texts[0] = texts[0] if roles[0] != "system" else ""
+            if isinstance(texts, str):
+                self._fixed_of_roles[roles] = texts
+            else:
+                fixed = [self._encode(text, special=self._chat) if text else [] for text in texts]
+                fixed[0] = self._start + fixed[0]
+                self._fixed_of_roles[roles] = fixed
+        return self._fixed_of_roles[roles]
+
+    def _template_pieces(self, roles: Sequence[str], *, generation: bool) -> list[str] | str:
+        """What the chat template writes around the contents, or the reason why it does not."""
+        import jinja2
+
+        sentinels = [_SENTINEL.format(index) for index in range(len(roles))]
+        messages = [
+            {"role": role, "content": content} for role, content in zip(roles, sentinels, strict=True)
+        ]
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return (str(error).splitlines() or [type(error).__name__])[0]
+        pieces = re.split(_SENTINEL.format(r"(\d+)"), str(rendered))
+        if pieces[1::2] != [str(index) for index in range(len(roles))]:
+            return "it drops or changes a message"
+        return pieces[::2]
+
+    def _closing(self, eos_ids: tuple[int, ...]) -> list[int]:
+        """What follows a response of a causal model: up to the first special token that the template writes there, else EOS."""
+        if self._chat:
+            pieces = self._template_pieces(("user", "assistant"), generation=False)
+            if isinstance(pieces, str):
+                raise InputError(
+                    f"the chat template of {self._name()} cannot render a user's and an assistant's turn: {pieces}"
+                )
+            tail = self._encode(pieces[-1], special=True) if pieces[-1] else []
+            for index, id in enumerate(tail):
+                if id in self._control or id in eos_ids:
+                    return tail[: index + 1]
+        if not eos_ids:
+            raise InputError(
+                f"{self._name()} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+            )
+        return [eos_ids[0]]
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer itself puts before and after a text."""
+        inner = self._encode("a", special=True)
+        whole = self.tokenizer.encode("a", add_special_tokens=True)
+        for start in range(len(whole) - len(inner) + 1):
+            if whole[start : start + len(inner)] == inner:
+                return whole[:start], whole[start + len(inner) :]
+        raise InputError(
+            f"{self._name()} writes a text differently with and without special tokens; it is not supported"
+        )
+
+    def _name(self) -> str:
+        return (
+            f"the tokenizer {self.tokenizer.name_or_path}" if self.tokenizer.name_or_path else "the tokenizer"
+        )
+
+
+def _longest_first(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
+    return sorted(
+        (str(tokenizer.convert_ids_to_tokens(id)) for id in ids), key=lambda token: (-len(token), token)
+    )

@@ -1,0 +1,129 @@
+"""Built-in preference data, made from a rule, so that the true reward of any response is known.
+
+A prompt asks for one aspect of one topic ("please describe the smell of the bread"). A response states something about an
+aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
+
+    +1.5            the topic that was asked for occurs          -0.5  for each other topic
+    +1.0            the aspect that was asked for occurs         -0.5  for each other aspect
+    +0.75           for each different polite word, four at most
+    -0.75           for each polite word beyond four
+    -1.0            for each rude word, four at most
+    -0.5            for each repetition of a word (articles and the like may repeat)
+    -0.25           for each word beyond 16
+
+It is at most 5.5 and at least -6. It depends on the prompt, a policy that imitates the better responses is far below the top,
+and a policy that only exploits a reward model loses: words heaped up or repeated cost more than they bring.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlhf_jax.data.messages import Dialogue, Message, Preference
+from rlhf_jax.errors import InputError
+
+SYNTHETIC_PAIRS = 2000
+
+TOPICS = ("bread", "chess", "coffee", "garden", "music", "ocean", "river", "winter")
+ASPECTS = ("colour", "cost", "history", "smell", "sound", "taste")
+QUESTIONS = (
+    "what is the {aspect} of the {topic} like",
+    "tell me about the {aspect} of the {topic}",
+    "describe the {aspect} of the {topic}",
+    "i want to know the {aspect} of the {topic}",
+    "can you explain the {aspect} of the {topic}",
+    "how is the {aspect} of the {topic}",
+    "say something on the {topic} and its {aspect}",
+    "about the {topic} , what is its {aspect}",
+)
+POLITE = ("please", "thanks", "gladly", "kindly", "welcome", "friend", "certainly", "enjoy")
+RUDE = ("boring", "dull", "lazy", "nonsense", "silly", "whatever")
+FACTS = (
+    "bright",
+    "calm",
+    "deep",
+    "famous",
+    "gentle",
+    "heavy",
+    "old",
+    "quiet",
+    "rare",
+    "simple",
+    "strange",
+    "warm",
+)
+MAY_REPEAT = frozenset(("the", "of", "is", "and", "it", "a"))
+HIGHEST, LOWEST = 5.5, -6.0
+
+_RIGHT_TOPIC, _RIGHT_ASPECT = 0.6, 0.6  # how often a sampled response answers what was asked
+_POLITE_WORDS = (0.5, 0.3, 0.15, 0.05)  # probability of 0, 1, 2, 3 polite words
+_RUDE_WORDS = (0.55, 0.3, 0.15)  # of 0, 1, 2 rude words
+_LEAST_DIFFERENCE = 0.25
+
+
+def gold_reward(prompt: Dialogue, response: str) -> float:
+    """The true reward of a response, by the rule above. The question is the last message of the user."""
+    question = next((message.content for message in reversed(prompt) if message.role == "user"), "")
+    asked, words = set(_words(question)), _words(response)
+    counts = Counter(words)
+    reward = 0.0
+    for names, right, wrong in ((TOPICS, 1.5, -0.5), (ASPECTS, 1.0, -0.5)):
+        reward += sum(right if name in asked else wrong for name in names if name in counts)
+    polite = sum(counts[word] for word in POLITE)
+    reward += 0.75 * min(4, sum(word in counts for word in POLITE)) - 0.75 * max(0, polite - 4)
+    reward -= 1.0 * min(4, sum(counts[word] for word in RUDE))
+    reward -= 0.5 * sum(count - 1 for word, count in counts.items() if word not in MAY_REPEAT)
+    reward -= 0.25 * max(0, len(words) - 16)
+    return float(np.clip(reward, LOWEST, HIGHEST))
+
+
+def synthetic_preferences(count: int, seed: int) -> list[Preference]:
+    """Pairs of sampled responses of different quality.
+
+    Labels are noisy as a person's are (Bradley-Terry): the first is preferred with probability sigmoid(difference of the true
+    rewards), so that even the rule itself agrees with about five pairs in six. The first n pairs of a longer list are the list
+    of n.
+    """
+    if count < 1:
+        raise InputError(f"data.limit={count} makes no synthetic pair; use at least 1")
+    rng = np.random.default_rng(seed)
+    return [next(pairs) for pairs in [_pairs(rng)] for _ in range(count)]
+
+
+def _pairs(rng: np.random.Generator) -> Iterator[Preference]:
+    while True:
+        topic, aspect = _one(rng, TOPICS), _one(rng, ASPECTS)
+        prompt = (Message("user", _one(rng, QUESTIONS).format(topic=topic, aspect=aspect)),)
+        first, second = (_response(rng, topic, aspect) for _ in range(2))
+        difference = gold_reward(prompt, first) - gold_reward(prompt, second)
+        agrees = rng.random() < 1 / (1 + np.exp(-difference))
+        if abs(difference) >= _LEAST_DIFFERENCE:
+            yield Preference(prompt, first, second) if agrees else Preference(prompt, second, first)
+
+
+def _response(rng: np.random.Generator, topic: str, aspect: str) -> str:
+    """Six to about fourteen words on a topic and an aspect, which may be the wrong ones."""
+    topic = topic if rng.random() < _RIGHT_TOPIC else _one(rng, TOPICS)
+    aspect = aspect if rng.random() < _RIGHT_ASPECT else _one(rng, ASPECTS)
+    facts = rng.choice(FACTS, size=rng.integers(1, 3), replace=False)
+    statement = f"the {aspect} of the {topic} is {' and '.join(facts)}"
+    around = [
+        *rng.choice(POLITE, size=rng.choice(len(_POLITE_WORDS), p=_POLITE_WORDS), replace=False),
+        *rng.choice(RUDE, size=rng.choice(len(_RUDE_WORDS), p=_RUDE_WORDS), replace=False),
+    ]
+    before, after = [], []
+    for word in rng.permutation(around):
+        (before if rng.random() < 0.5 else after).append(word)
+    return " ".join([*before, statement, *after])
+
+
+def _one(rng: np.random.Generator, names: tuple[str, ...]) -> str:
+    return names[int(rng.integers(len(names)))]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+", text.lower())
