@@ -102,7 +102,7 @@ def _field_help(kind: type, prefix: str) -> Iterator[FieldHelp]:
 
 def reference_page() -> str:
     """docs/configuration.md. Write it anew with `python -m rlhf_jax.config > docs/configuration.md`."""
-    lines: list[str] = REFERENCE_HEAD.splitlines()
+    lines: list[str] = [REFERENCE_HEAD.rstrip()]
     for name, type_name, default, explanation in field_help():
         if not type_name:
             head = "##" if "." not in name else "###"

@@ -1,0 +1,151 @@
+"""Save and restore a phase's whole state with Orbax.
+
+A checkpoint holds a tree of arrays and a JSON record of host-side facts (counters, best metric, data position).
+It is written to a temporary directory and renamed, so a killed save leaves the previous one in charge.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from rlhf_jax.errors import InputError
+
+STATE, HOST, METADATA = "state", "host", "_CHECKPOINT_METADATA"
+
+
+class Checkpoints:
+    """The checkpoints of one phase, under RUN_DIR/checkpoints/PHASE/STEP."""
+
+    def __init__(self, run_dir: os.PathLike | str, phase: str, *, keep: int):
+        """Keep the newest `keep` checkpoints."""
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each file it touches
+        directory = epath.Path(run_dir) / "checkpoints" / phase
+        if "://" not in str(run_dir):
+            directory = epath.Path(os.path.abspath(directory))
+        self.directory = directory
+        self._keep = keep
+        self._saver: ocp.CheckpointManager | None = None
+
+    def save(self, step: int, state: Any, host: dict) -> None:
+        """Write the arrays of `state` and the JSON of `host`; returns when both are safely there."""
+        json.dumps(host, allow_nan=False)
+        leaves = {name: _saved(name, leaf) for name, leaf in _named(state).items()}
+        items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), HOST: ocp.args.JsonSave(host)})
+        self._manager().save(step, args=items, force=True)
+        self._manager().wait_until_finished()
+
+    def latest_step(self) -> int | None:
+        """The newest whole checkpoint; None where there is none."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def steps(self) -> list[int]:
+        """Every whole checkpoint, oldest first. Half-written directories are passed over."""
+        if not self.directory.exists():
+            return []
+        found = [entry for entry in self.directory.iterdir() if entry.name.isdigit()]
+        whole = [entry for entry in found if all((entry / part).exists() for part in (METADATA, STATE, HOST))]
+        return sorted(int(entry.name) for entry in whole)
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict]:
+        """Read a checkpoint onto the shardings of `like`.
+
+        Args:
+          step: one of `steps()`.
+          like: the state's tree, of arrays or of jax.ShapeDtypeStruct with shardings.
+        Returns:
+          (state, host), the state laid out as `like` is.
+        """
+        wanted = _named(like)
+        self._check(step, wanted)
+        abstract = {name: _abstract(leaf) for name, leaf in wanted.items()}
+        items = ocp.args.Composite(
+            **{STATE: ocp.args.StandardRestore(abstract), HOST: ocp.args.JsonRestore()}
+        )
+        read = self._manager().restore(step, args=items)
+        leaves = [_restored(read[STATE][name], leaf) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), read[HOST]
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._saver is None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            )
+            handlers = {STATE: ocp.StandardCheckpointHandler(), HOST: ocp.JsonCheckpointHandler()}
+            self._saver = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        return self._saver
+
+    def _check(self, step: int, wanted: dict[str, Any]) -> None:
+        """Compare names, shapes and types with the checkpoint's before anything is read."""
+        place = self.directory / str(step)
+        saved = self._manager().item_metadata(step)[STATE].tree
+        for name in wanted.keys() - saved.keys():
+            raise InputError(f"{place} has no {name}; it is of another model or configuration")
+        for name in saved.keys() - wanted.keys():
+            raise InputError(
+                f"{place} holds {name}, which is not wanted; it is of another model or configuration"
+            )
+        for name, leaf in wanted.items():
+            expected, found = _abstract(leaf), saved[name]
+            if tuple(expected.shape) != tuple(found.shape) or expected.dtype != found.dtype:
+                raise InputError(
+                    f"{place}: {name} is {_shape(found)} and {_shape(expected)} is expected; "
+                    "it is of another model or configuration"
+                )
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Dotted path -> leaf."""
+    paths, _ = jax.tree.flatten_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+    if len(named) != len(paths):
+        raise ValueError("two leaves of the state have one name")
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _saved(name: str, leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name} is {type(leaf).__name__}; the state holds arrays, and `host` the rest")
+    if isinstance(leaf, jax.Array) and _is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, type and sharding as stored; a key is stored as its words."""
+    sharding = getattr(leaf, "sharding", None)
+    if not _is_key(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
+
+
+def _restored(value: Any, leaf: Any) -> Any:
+    if not _is_key(leaf):
+        return value
+    implementations = []
+    jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), leaf)
+    keys = jax.random.wrap_key_data(jnp.asarray(value), impl=implementations[0])
+    return keys if getattr(leaf, "sharding", None) is None else jax.device_put(keys, leaf.sharding)
+
+
+def _shape(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

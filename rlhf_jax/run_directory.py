@@ -1,0 +1,108 @@
+"""The directory of a run: who may write in it, and which configuration it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import socket
+from collections.abc import Collection, Iterator
+
+from etils import epath
+
+from rlhf_jax.config import flat, load_config, to_yaml
+from rlhf_jax.errors import InputError
+from rlhf_jax.records import write_atomically
+from rlhf_jax.settings import Config
+
+# A resumed run may change how far it goes, how it lies on the devices, and what it keeps and shows. Everything else
+# decides the numbers in metrics.jsonl, and one file must not mix two configurations.
+MAY_CHANGE = frozenset(
+    """ppo.iterations
+    run.dir run.resume run.save_every run.keep run.profile_every run.max_bad_steps run.tensorboard
+    sft.micro_batch_size reward.micro_batch_size ppo.micro_batch_size eval.batch_size policy.remat""".split()
+)
+OUTPUTS = ("metrics.jsonl", "samples.jsonl", "eval.json", "checkpoints", "best_policy", "best_reward_model")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """An open run directory. `resumed` says that it held this run already."""
+
+    path: epath.Path
+    resumed: bool
+
+
+@contextlib.contextmanager
+def open_run(config: Config) -> Iterator[RunDirectory]:
+    """Create or reopen `run.dir`, hold its lock, and write config.yaml.
+
+    Read the data and check everything else first: nothing is created where this directory is refused, and a
+    directory once made says that a run began.
+    """
+    path = epath.Path(config.run.dir)
+    if "://" not in config.run.dir:
+        path = epath.Path(os.path.abspath(os.path.expanduser(config.run.dir)))
+    _check(path, config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir={path} cannot be made: {error.strerror}; choose another") from None
+    with _lock(path):
+        resumed = _check(path, config)
+        write_atomically(path / "config.yaml", to_yaml(config))
+        yield RunDirectory(path, resumed)
+
+
+def _check(path: epath.Path, config: Config) -> bool:
+    """Raise InputError where this run may not go on here; return whether there is anything to go on from."""
+    if not path.exists():
+        return False
+    if not path.is_dir():
+        raise InputError(f"run.dir={path} is a file; choose another")
+    if not (path / "config.yaml").exists():
+        found = [name for name in OUTPUTS if (path / name).exists()]
+        if found:
+            raise InputError(f"run.dir={path} holds {found[0]} but no config.yaml; choose another directory")
+        return False
+    if config.run.resume == "never":
+        raise InputError(f"run.dir={path} holds a run and run.resume=never; choose another directory")
+    differing = differing_settings(load_config(str(path / "config.yaml"), []), config)
+    if differing:
+        shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        raise InputError(
+            f"run.dir={path} holds a run of another configuration: {shown}; choose another directory"
+        )
+    return True
+
+
+def differing_settings(old: Config, new: Config, allowed: Collection[str] = MAY_CHANGE) -> list[str]:
+    """`key: old -> new` of every setting that differs and may not; layouts may."""
+    before, after = flat(old), flat(new)
+    names = [name for name in [*before, *(set(after) - set(before))] if not name.startswith("placement.")]
+    return [
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in names
+        if before.get(name) != after.get(name) and name not in allowed
+    ]
+
+
+@contextlib.contextmanager
+def _lock(path: epath.Path) -> Iterator[None]:
+    """Hold an flock, which the system drops when the process ends, however it ends. Object stores have none."""
+    if "://" in str(path):
+        yield
+        return
+    with open(path / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise InputError(f"run.dir={path} is in use by {holder}; wait for it or choose another") from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
