@@ -1,0 +1,150 @@
+"""Scores of finished responses: by a reward model, or by a Python function.
+
+Both are called with the rollout, its prompts as messages and its responses as text, and return one raw score a response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from rlhf_jax.data.batches import pad_rows, width_for
+from rlhf_jax.data.messages import Dialogue
+from rlhf_jax.data.rendering import Renderer
+from rlhf_jax.errors import InputError
+from rlhf_jax.rollout.score import with_final_eos
+from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.rules import batch_sharding, sharding_scope
+from rlhf_jax.types import Rollout
+
+WIDTH_STEP = 64  # texts are padded to a multiple of this, so that few widths are compiled
+
+
+class Scorer(Protocol):
+    """Raw scores of responses, float32 `[B]`."""
+
+    def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray: ...
+
+
+class RewardModel:
+    """A frozen reward model with its own tokenizer.
+
+    Args:
+      model: `apply(variables, tokens_BT, mask_BT)` gives raw scores `[B]`.
+      params: its parameters, already placed on the devices.
+      renderer: how it reads a dialogue.
+      view: its view of the device grid.
+      max_length: longest dialogue in tokens.   batch_size: dialogues a forward pass.
+      reads_rollouts: its tokenizer and rendering are the policy's, so that a rollout's tokens can be scored on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any,
+        renderer: Renderer,
+        *,
+        view: View,
+        max_length: int,
+        batch_size: int,
+        reads_rollouts: bool = False,
+    ):
+        self.params, self.renderer, self.view = params, renderer, view
+        self.max_length, self.reads_rollouts = max_length, reads_rollouts
+        shards = view.size("data", "fsdp")
+        self.batch_size = -(-batch_size // shards) * shards
+
+        def score(params, tokens_BT, mask_BT):
+            with sharding_scope(view):
+                return model.apply({"params": params}, tokens_BT, mask_BT)
+
+        def score_rollout(params, rollout):
+            return score(params, *with_final_eos(rollout, renderer.eos_id))
+
+        self._score = jax.jit(score)
+        self._score_rollout = jax.jit(score_rollout)
+
+    def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Any:
+        if self.reads_rollouts:
+            return self._score_rollout(self.params, jax.device_put(rollout, batch_sharding(self.view)))
+        return self.score_texts(prompts, responses)
+
+    def score_texts(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
+        """Raw scores of dialogues as text, rendered as in the reward model's training.
+
+        Raises:
+          InputError: a response alone is longer than max_length.
+        """
+        rows = [self.renderer.dialogue(*pair, self.max_length) for pair in zip(prompts, responses, strict=True)]
+        if None in rows:
+            raise InputError(
+                f"a response alone is longer than reward.max_length={self.max_length} tokens of the reward model; raise it"
+            )
+        return self.score_tokens(rows)
+
+    def score_tokens(self, rows: Sequence[list[int]]) -> np.ndarray:
+        """Raw scores of rendered dialogues, of any number and lengths."""
+        scores = np.zeros(len(rows), np.float32)
+        by_length = np.argsort([len(row) for row in rows], kind="stable")
+        for start in range(0, len(rows), self.batch_size):
+            index = by_length[start : start + self.batch_size]
+            batch = [rows[i] for i in index] + [rows[index[0]]] * (self.batch_size - len(index))
+            width = min(width_for(max(map(len, batch)), WIDTH_STEP), self.max_length)
+            arrays = jax.device_put(pad_rows(batch, width, "right", 0), batch_sharding(self.view))
+            scores[index] = np.asarray(self._score(self.params, *arrays))[: len(index)]
+        return scores
+
+
+class RewardFunction:
+    """A Python function of (prompts, responses) -> scores, named `module:function`. It runs as code.
+
+    It gets the prompts as lists of {"role", "content"} and the responses as strings.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._function = _import_function(name)
+
+    def __call__(self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
+        messages = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts]
+        scores = np.asarray(self._function(messages, list(responses)), np.float32)
+        if scores.shape != (len(responses),):
+            raise InputError(f"{self.name} gave shape {scores.shape} for {len(responses)} responses; return one number each")
+        if not np.isfinite(scores).all():
+            row = int(np.flatnonzero(~np.isfinite(scores))[0])
+            raise InputError(f"{self.name} gave {scores[row]} for response {row}; return finite numbers")
+        return scores
+
+
+def _import_function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"reward.function={name!r} cannot be imported ({error}); give it as module:function") from error
+    if not callable(found):
+        raise InputError(f"reward.function={name!r} is not a function")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """score = gain * raw + bias. Chosen so that scores of the reference policy have mean 0 and variance 1."""
+
+    gain: float = 1.0
+    bias: float = 0.0
+
+    def __call__(self, raw_B: Any) -> Any:
+        return self.gain * raw_B + self.bias
+
+
+def scale_of(raw_scores: np.ndarray) -> Scale:
+    """The scale that standardises these raw scores."""
+    std = max(float(raw_scores.std()), 1e-6)
+    return Scale(gain=1.0 / std, bias=-float(raw_scores.mean()) / std)

@@ -1,0 +1,162 @@
+"""The fair comparison: the same held-out prompts, keys, lengths and reward model, before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.data.batches import pad_rows, sequential_batches
+from rlhf_jax.data.messages import Dialogue
+from rlhf_jax.data.rendering import Renderer
+from rlhf_jax.rollout.reward_model import Scorer
+from rlhf_jax.settings import Eval
+from rlhf_jax.settings import Rollout as RolloutSettings
+from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.rules import batch_sharding
+from rlhf_jax.trainers.ppo_steps import Sampler
+from rlhf_jax.types import Prompts
+
+BOOTSTRAP_DRAWS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One sampled response to a held-out prompt."""
+
+    prompt_id: int
+    sample: int
+    prompt: Dialogue
+    text: str
+    score: float  # standardised
+    gold: float | None  # the true reward, where it is known
+    length: int  # tokens, the EOS included
+    truncated: bool
+    kl: float  # nats, summed over the response: log policy - log reference of the sampled tokens
+
+    def record(self, step: int, when: str) -> dict[str, Any]:
+        """The response as a line of samples.jsonl."""
+        fields = dataclasses.asdict(self)
+        text = fields.pop("text")
+        if self.gold is None:
+            fields.pop("gold")
+        return {"step": step, "phase": "eval", "when": when, **fields, "response": text}
+
+
+def prompt_batch(rows: Sequence[list[int]], row_ids: np.ndarray, *, width: int, view: View) -> Prompts:
+    """Rendered prompts on the devices that generate. `row_ids` name each row's sampling stream."""
+    tokens_BP, mask_BP = pad_rows(rows, width, "left", 0)
+    return jax.device_put(Prompts(tokens_BP, mask_BP, row_ids.astype(np.int32)), batch_sharding(view))
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Samples responses to held-out prompts and scores them."""
+
+    sampler: Sampler
+    reference_logprobs: Callable[[Any, Any], jax.Array]
+    reference_params: Any
+    renderer: Renderer
+    scorer: Scorer
+    standardise: Callable[[np.ndarray], np.ndarray]
+    gold: Callable[[Dialogue, str], float] | None
+    view: View  # of generation
+    to_train: Callable[[Any], Any]
+    settings: Eval
+    rollout: RolloutSettings
+    key: jax.Array
+
+    def __call__(self, params: Any, prompts: Sequence[Dialogue]) -> list[Response]:
+        """`settings.samples` responses to each prompt. The same key every time, so that two policies are compared in pairs."""
+        generation_params = self.sampler.reshard(params)
+        tasks = [(i, s) for i in range(len(prompts)) for s in range(self.settings.samples)]
+        shards = self.view.size("data", "fsdp")
+        size = -(-min(self.settings.batch_size, len(tasks)) // shards) * shards
+        rendered = [self.renderer.prompt(prompt, self.rollout.prompt_length) for prompt in prompts]
+        responses = []
+        for index, valid in sequential_batches(len(tasks), size):
+            rows = [tasks[i] for i in index]
+            batch = prompt_batch(
+                [rendered[i] for i, _ in rows], index, width=self.rollout.prompt_length, view=self.view
+            )
+            rollout = self.to_train(self.sampler.generate(generation_params, batch, self.key))
+            ref_logprobs_BT = self.reference_logprobs(self.reference_params, rollout)
+            kl_B = jnp.where(rollout.mask_BT, rollout.logprobs_BT - ref_logprobs_BT, 0.0).sum(-1)
+            texts = response_texts(self.renderer, rollout)
+            scores_B = self.standardise(np.asarray(self.scorer(rollout, [prompts[i] for i, _ in rows], texts)))
+            kl_B, length_B, truncated_B = jax.device_get((kl_B, rollout.length_B, rollout.truncated_B))
+            for b in np.flatnonzero(valid):
+                prompt_id, sample = rows[b]
+                prompt = prompts[prompt_id]
+                responses.append(
+                    Response(
+                        prompt_id=prompt_id,
+                        sample=sample,
+                        prompt=prompt,
+                        text=texts[b],
+                        score=float(scores_B[b]),
+                        gold=None if self.gold is None else float(self.gold(prompt, texts[b])),
+                        length=int(length_B[b]),
+                        truncated=bool(truncated_B[b]),
+                        kl=float(kl_B[b]),
+                    )
+                )
+        return responses
+
+
+def response_texts(renderer: Renderer, rollout: Any) -> list[str]:
+    """The responses of a rollout as text. Copies the tokens to the host."""
+    tokens_BT, length_B = jax.device_get((rollout.response_BT, rollout.length_B))
+    return [renderer.text(tokens_T[:length]) for tokens_T, length in zip(tokens_BT, length_B, strict=True)]
+
+
+def compare(before: Sequence[Response], after: Sequence[Response], *, seed: int) -> dict[str, Any]:
+    """The `policy` and, where the truth is known, `gold` sections of eval.json.
+
+    The paired difference is averaged over a prompt's samples first; its 95 % interval is the percentile bootstrap over prompts
+    (Efron & Tibshirani 1993, chapter 13). A win is a higher score on the same prompt and key, a tie counts one half.
+    """
+    old, new = _scores(before), _scores(after)
+    by_prompt = np.array([r.prompt_id for r in before])
+    difference = np.array([(new - old)[by_prompt == i].mean() for i in np.unique(by_prompt)])
+    low, high = bootstrap_interval(difference, seed=seed)
+    policy = {
+        "prompts": len(difference),
+        "before": _spread(old),
+        "after": _spread(new),
+        "paired_difference": {"mean": float(difference.mean()), "ci95_low": low, "ci95_high": high},
+        "win_rate": float(np.mean((new > old) + 0.5 * (new == old))),
+        "kl": float(np.mean([r.kl for r in after])),
+        "response_length": {
+            "before": float(np.mean([r.length for r in before])),
+            "after": float(np.mean([r.length for r in after])),
+        },
+    }
+    if before[0].gold is None:
+        return {"policy": policy}
+    gold = {"before": _spread(_golds(before)), "after": _spread(_golds(after))}
+    return {"policy": policy, "gold": gold}
+
+
+def bootstrap_interval(values: np.ndarray, *, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean."""
+    rng = np.random.default_rng(seed)
+    means = values[rng.integers(0, len(values), (BOOTSTRAP_DRAWS, len(values)))].mean(-1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _scores(responses: Sequence[Response]) -> np.ndarray:
+    return np.array([r.score for r in responses])
+
+
+def _golds(responses: Sequence[Response]) -> np.ndarray:
+    return np.array([r.gold for r in responses], float)
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {"mean": float(values.mean()), "std": float(values.std())}

@@ -1,0 +1,140 @@
+"""AdamW with a schedule, exact micro-batches, and updates that a non-finite gradient cannot spoil."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.rules import replicated
+
+Metrics = dict[str, jax.Array]
+
+
+@struct.dataclass
+class TrainState:
+    """Parameters and their optimizer. `params` and the moments lie in the same layout."""
+
+    params: Any
+    opt_state: Any
+    steps: jax.Array  # int32, optimizer steps taken
+    bad_steps: jax.Array  # int32, updates in a row that were skipped because they were not finite
+
+
+def make_schedule(peak: float, *, steps: int, warmup_steps: int, schedule: str) -> optax.Schedule:
+    """Learning rate by optimizer step: a linear rise to `peak`, then constant, linear or cosine to 0 at `steps`.
+
+    The first step already has peak / warmup_steps, so that no step is wasted on a learning rate of 0.
+    """
+    rest = max(steps - warmup_steps, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+    }[schedule]
+    if warmup_steps <= 0:
+        return after
+    rise = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))
+    return optax.join_schedules([rise, after], [warmup_steps])
+
+
+def make_optimizer(learning_rate: optax.Schedule, *, weight_decay: float, max_grad_norm: float) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) behind a clip of the global norm.
+
+    Weight decay acts on matrices only, not on norms and biases.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay, mask=_matrices),
+    )
+
+
+def _matrices(params: Any) -> Any:
+    """True for leaves that decay: kernels and embeddings, by name, because stacked norms are matrices too."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+
+
+def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: Any, view: View) -> TrainState:
+    """Where each leaf of a TrainState lies: Adam's moments beside their parameters, scalars everywhere."""
+    everywhere = replicated(view)
+    opt_state = optax.tree_utils.tree_map_params(
+        tx,
+        lambda _, sharding: sharding,
+        jax.eval_shape(tx.init, params),
+        shardings,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(params=shardings, opt_state=opt_state, steps=everywhere, bad_steps=everywhere)
+
+
+def init_state(tx: optax.GradientTransformation, params: Any, shardings: TrainState) -> TrainState:
+    """A fresh state around parameters that already lie where `shardings.params` says."""
+
+    def fresh(params):
+        zero = jnp.zeros((), jnp.int32)
+        return tx.init(params), zero, zero
+
+    places = (shardings.opt_state, shardings.steps, shardings.bad_steps)
+    opt_state, steps, bad_steps = jax.jit(fresh, out_shardings=places)(params)
+    return TrainState(params=params, opt_state=opt_state, steps=steps, bad_steps=bad_steps)
+
+
+def accumulate(loss: Callable[..., tuple[jax.Array, Metrics]], params: Any, batch: Any, micro_batch_size: int | None):
+    """Value and gradient of a loss that is a weighted sum over rows, a few rows at a time.
+
+    The loss carries the whole batch's denominator, so that accumulation only adds: micro-batches change rounding, nothing else.
+
+    Args:
+      loss: (params, rows of the batch) -> (loss, metrics), both sums over rows.
+      batch: tree of arrays with one leading size; `micro_batch_size` divides it.
+    Returns:
+      ((loss, metrics), gradients)
+    """
+    grad = jax.value_and_grad(loss, has_aux=True)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if micro_batch_size is None or micro_batch_size == rows:
+        return grad(params, batch)
+    # row r goes to micro-batch r mod n: each device's rows are spread over all micro-batches, and none moves
+    split = jax.tree.map(lambda x: x.reshape(micro_batch_size, -1, *x.shape[1:]).swapaxes(0, 1), batch)
+    first = jax.tree.map(lambda x: x[0], split)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(grad, params, first))
+
+    def add(total, rows):
+        return jax.tree.map(jnp.add, total, grad(params, rows)), None
+
+    return jax.lax.scan(add, zeros, split)[0]
+
+
+def update_step(
+    tx: optax.GradientTransformation,
+    loss: Callable[..., tuple[jax.Array, Metrics]],
+    state: TrainState,
+    batch: Any,
+    micro_batch_size: int | None = None,
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step. Where loss or gradient is not finite the state stays as it was, and `bad_steps` counts it.
+
+    Returns:
+      (state, metrics): the loss's metrics with `loss`, `grad_norm` (before clipping) and `skipped` (0 or 1). A skipped step's
+      metrics are all 0 but for `skipped`.
+    """
+    (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size)
+    norm = optax.global_norm(grads)
+    good = jnp.isfinite(norm) & jnp.isfinite(value)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, good))
+    state = TrainState(
+        params=keep(optax.apply_updates(state.params, updates), state.params),
+        opt_state=keep(opt_state, state.opt_state),
+        steps=state.steps + good,
+        bad_steps=jnp.where(good, 0, state.bad_steps + 1),
+    )
+    metrics = {**metrics, "loss": value, "grad_norm": norm}
+    metrics = {name: jnp.where(good, number, 0.0) for name, number in metrics.items()}
+    return state, {**metrics, "skipped": (~good).astype(jnp.float32)}

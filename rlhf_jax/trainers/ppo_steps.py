@@ -1,0 +1,178 @@
+"""PPO's functions, jitted once, each under its role's view of the device grid."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_jax.losses import adaptive_kl_coef
+from rlhf_jax.models.transformer import unstack_layers
+from rlhf_jax.rollout.generate import decoder_for, generate
+from rlhf_jax.rollout.score import response_logprobs, response_values
+from rlhf_jax.settings import Config
+from rlhf_jax.settings import Rollout as RolloutSettings
+from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.placement import Views
+from rlhf_jax.sharding.reshard import make_reshard, moved_bytes
+from rlhf_jax.sharding.rules import batch_sharding, sharding_scope
+from rlhf_jax.trainers.optimizer import TrainState, init_state, make_optimizer, make_schedule, state_shardings
+from rlhf_jax.trainers.ppo import Learner, actor_loss, critic_loss, make_experience, minibatch_order, passes
+from rlhf_jax.trainers.roles import shardings_of
+from rlhf_jax.types import Prompts, Rollout
+
+
+def in_view(view: View, function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
+    """`function`, jitted, its activations constrained to this view."""
+
+    @functools.wraps(function)
+    def scoped(*args):
+        with sharding_scope(view):
+            return function(*args)
+
+    return jax.jit(scoped, **jit_options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Responses from a policy: its parameters moved to the generation layout, then prefill and decode."""
+
+    reshard: Callable[[Any], Any]  # training parameters -> generation parameters, layers unstacked
+    generate: Callable[[Any, Prompts, jax.Array], Rollout]
+    reshard_bytes: int  # received by the busiest device
+
+
+def make_sampler(
+    model: nn.Module, params: Any, views: Views, settings: RolloutSettings, eos_ids: Sequence[int]
+) -> Sampler:
+    """The sampler of a model whose parameters (arrays or shapes) lie as `views.train` says."""
+    source, target = shardings_of(model, params, views.train), shardings_of(model, params, views.generate)
+    scanned = getattr(model, "scan_layers", False)
+    generation_model = model.clone(scan_layers=False) if scanned else model
+    if scanned:
+        unstacked = jax.eval_shape(unstack_layers, params)
+        reshard = make_reshard(shardings_of(generation_model, unstacked, views.generate), unstack_layers)
+    else:
+        reshard = make_reshard(target)
+    sample = functools.partial(
+        generate,
+        decoder_for(generation_model),
+        response_length=settings.response_length,
+        eos_ids=tuple(eos_ids),
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+    )
+    return Sampler(
+        reshard=reshard,
+        generate=in_view(views.generate, sample, out_shardings=batch_sharding(views.generate)),
+        reshard_bytes=moved_bytes(params, source, target),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PpoSteps:
+    """One iteration's functions. States that are replaced are donated."""
+
+    sampler: Sampler
+    to_train: Callable[[Rollout], Rollout]  # a rollout's rows, from the generation view to the training view
+    logprobs: Callable[[Any, Rollout], jax.Array]  # (actor parameters, rollout) -> [B, T]
+    reference_logprobs: Callable[[Any, Rollout], jax.Array]
+    values: Callable[[Any, Rollout], tuple[jax.Array, jax.Array]]  # -> values_BT, final_values_B
+    experience: Callable[..., Any]  # (rollout, statistics, kl_coef) -> (experience, metrics)
+    update_actor: Callable[..., Any]  # (state, experience, kl_coef, shuffle_key) -> (state, metrics)
+    update_critic: Callable[..., Any]  # (state, experience, shuffle_key) -> (state, metrics)
+    advance: Callable[[Learner, jax.Array], Learner]  # (learner, KL a response) -> next iteration's counter and KL coefficient
+    learner_shardings: Learner
+    init_learner: Callable[[Any, Any], Learner]  # (actor parameters, critic parameters), placed
+
+
+def make_ppo_steps(
+    config: Config, views: Views, actor: nn.Module, critic: nn.Module, params: Any, critic_params: Any, eos_ids: Sequence[int]
+) -> PpoSteps:
+    """Jitted functions for these models.
+
+    Args:
+      params, critic_params: trees of arrays or of ShapeDtypeStructs.
+    """
+    ppo, temperature = config.ppo, config.rollout.temperature
+    optimizer_steps = ppo.epochs * ppo.minibatches
+
+    def optimizer(peak: float, max_grad_norm: float, iterations: int):
+        schedule = make_schedule(
+            peak,
+            steps=iterations * optimizer_steps,
+            warmup_steps=ppo.warmup_iterations * optimizer_steps,
+            schedule=ppo.schedule,
+        )
+        return schedule, make_optimizer(schedule, weight_decay=ppo.weight_decay, max_grad_norm=max_grad_norm)
+
+    actor_lr, actor_tx = optimizer(
+        ppo.learning_rate, ppo.max_grad_norm, ppo.iterations - config.critic.warmup_iterations
+    )
+    critic_lr, critic_tx = optimizer(config.critic.learning_rate, config.critic.max_grad_norm, ppo.iterations)
+    actor_places = state_shardings(actor_tx, params, shardings_of(actor, params, views.train), views.train)
+    critic_places = state_shardings(critic_tx, critic_params, shardings_of(critic, critic_params, views.critic), views.critic)
+    everywhere = actor_places.steps
+
+    def update(tx: optax.GradientTransformation, lr: optax.Schedule, loss: Any, stop_kl: float | None, state: TrainState, experience, key):
+        order = minibatch_order(key, ppo.batch_size, epochs=ppo.epochs, minibatches=ppo.minibatches)
+        rate = lr(state.steps)
+        state, metrics = passes(
+            tx, loss, state, experience, order, micro_batch_size=ppo.micro_batch_size, stop_kl=stop_kl
+        )
+        return state, {**metrics, "lr": rate}
+
+    def update_actor(state, experience, kl_coef, key):
+        def loss(params, minibatch, *, denominator):
+            return actor_loss(
+                params, minibatch, kl_coef, model=actor, ppo=ppo, temperature=temperature, denominator=denominator
+            )
+
+        return update(actor_tx, actor_lr, loss, ppo.stop_kl, state, experience, key)
+
+    def update_critic(state, experience, key):
+        loss = functools.partial(critic_loss, model=critic, ppo=ppo)
+        return update(critic_tx, critic_lr, loss, None, state, experience, key)
+
+    def logprobs(params, rollout):
+        return response_logprobs(actor, params, rollout, temperature=temperature)[0]
+
+    def advance(iteration, kl_coef, observed_kl):
+        if ppo.kl_target is not None:
+            kl_coef = adaptive_kl_coef(kl_coef, observed_kl, ppo.kl_target, ppo.kl_horizon, ppo.batch_size)
+        return iteration + 1, kl_coef
+
+    advance = in_view(views.train, advance, out_shardings=(everywhere, everywhere))
+
+    def next_learner(learner, observed_kl):
+        iteration, kl_coef = advance(learner.iteration, learner.kl_coef, observed_kl)
+        return learner.replace(iteration=iteration, kl_coef=kl_coef)
+
+    def init_learner(params, critic_params):
+        return Learner(
+            actor=init_state(actor_tx, params, actor_places),
+            critic=init_state(critic_tx, critic_params, critic_places),
+            kl_coef=jax.device_put(jnp.float32(ppo.kl_coef), everywhere),
+            iteration=jax.device_put(jnp.int32(0), everywhere),
+        )
+
+    return PpoSteps(
+        sampler=make_sampler(actor, params, views, config.rollout, eos_ids),
+        to_train=lambda rollout: jax.device_put(rollout, batch_sharding(views.train)),
+        logprobs=in_view(views.train, logprobs),
+        reference_logprobs=in_view(views.reference, logprobs),
+        values=in_view(views.critic, functools.partial(response_values, critic)),
+        experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
+        update_actor=in_view(views.train, update_actor, donate_argnums=0, out_shardings=(actor_places, None)),
+        update_critic=in_view(views.critic, update_critic, donate_argnums=0, out_shardings=(critic_places, None)),
+        advance=next_learner,
+        learner_shardings=Learner(actor_places, critic_places, everywhere, everywhere),
+        init_learner=init_learner,
+    )
