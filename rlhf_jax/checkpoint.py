@@ -1,7 +1,8 @@
 """Save and restore a phase's whole state with Orbax.
 
-A checkpoint holds a tree of arrays and a JSON record of host-side facts (counters, best metric, data position).
-It is written to a temporary directory and renamed, so a killed save leaves the previous one in charge.
+A checkpoint holds a tree of arrays and a JSON record of host-side facts (counters, best metric, data
+position). It is written to a temporary directory and renamed, so a killed save leaves the previous one in
+charge.
 """
 
 from __future__ import annotations

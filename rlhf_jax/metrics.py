@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +17,21 @@ from etils import epath
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.records import RecordLog, read_records
+
+# The numbers that tell at a glance whether a phase goes well.
+SHOWN = {
+    "sft": ("sft/loss", "sft/validation_loss", "sft/lr"),
+    "reward": ("reward/loss", "reward/accuracy", "reward/validation_accuracy", "reward/lr"),
+    "ppo": (
+        "reward/score_mean",
+        "reward/kl",
+        "response_length/mean",
+        "actor/entropy",
+        "actor/pg_clipfrac",
+        "critic/vf_explained_var",
+        "timing_s/step",
+    ),
+}
 
 
 class MetricsLog:
@@ -100,6 +116,79 @@ class TensorBoard:
         self._writer.close()
 
 
+class Progress:
+    """What a phase is doing, on the terminal: a live line there, plain lines at intervals elsewhere.
+
+    with Progress("ppo") as progress:
+        progress.update(step, total, numbers)
+    """
+
+    def __init__(self, phase: str, *, every: float = 10.0, file=None):
+        """`every`: at least this many seconds between plain lines."""
+        self._phase, self._every = phase, every
+        self._file = sys.stdout if file is None else file
+        self._bar: Any = None
+        self._task: Any = None
+        self._printed_at = -math.inf
+        self._started_at = time.monotonic()
+        self._first_step: int | None = None
+
+    def update(self, step: int, total: int, numbers: Mapping[str, Any]) -> None:
+        """Show step `step` of `total` and the numbers that matter for the phase."""
+        self._first_step = step if self._first_step is None else self._first_step
+        shown = "  ".join(f"{name} {_short(value)}" for name, value in self._chosen(numbers).items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, total=total, numbers=shown)
+            return
+        now = time.monotonic()
+        if now - self._printed_at >= self._every or step >= total:
+            self._printed_at = now
+            print(
+                f"{self._phase} {step}/{total}{self._left(step, total)}  {shown}", file=self._file, flush=True
+            )
+
+    def note(self, text: str) -> None:
+        """A line that stays, such as what was dropped or saved."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._file, flush=True)
+
+    def __enter__(self):
+        if self._file.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(bar_width=20),
+                progress.MofNCompleteColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[numbers]}", markup=False),
+                console=Console(file=self._file),
+            )
+            self._task = self._bar.add_task(self._phase, total=None, numbers="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _chosen(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = [name for name in SHOWN.get(self._phase, ()) if name in numbers]
+        others = [name for name in numbers if not name.startswith(("timing_", "perf/"))]
+        return {name: numbers[name] for name in wanted or others[:5]}
+
+    def _left(self, step: int, total: int) -> str:
+        done = step - (self._first_step or 0)
+        if done < 1 or step >= total:
+            return ""
+        seconds = (time.monotonic() - self._started_at) / (done + 1) * (total - step)
+        return f" ({seconds / 60:.0f} min left)" if seconds >= 90 else f" ({seconds:.0f} s left)"
+
+
 def read_metrics(run_dir: os.PathLike | str) -> list[dict]:
     """The records of metrics.jsonl in order; none where there is no such file."""
     return read_records(epath.Path(run_dir) / "metrics.jsonl")
@@ -129,3 +218,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value
+
+
+def _short(value: Any) -> str:
+    number = _number(value)
+    if number is None:
+        return "not finite"
+    return str(number) if isinstance(number, int) else f"{number:.4g}"

@@ -16,12 +16,24 @@ from rlhf_jax.errors import InputError
 from rlhf_jax.records import write_atomically
 from rlhf_jax.settings import Config
 
-# A resumed run may change how far it goes, how it lies on the devices, and what it keeps and shows. Everything else
+# A resumed run may change how far it goes, how it lies on the devices, and what it keeps and shows. All else
 # decides the numbers in metrics.jsonl, and one file must not mix two configurations.
 MAY_CHANGE = frozenset(
-    """ppo.iterations
-    run.dir run.resume run.save_every run.keep run.profile_every run.max_bad_steps run.tensorboard
-    sft.micro_batch_size reward.micro_batch_size ppo.micro_batch_size eval.batch_size policy.remat""".split()
+    {
+        "ppo.iterations",
+        "run.dir",
+        "run.resume",
+        "run.save_every",
+        "run.keep",
+        "run.profile_every",
+        "run.max_bad_steps",
+        "run.tensorboard",
+        "policy.remat",
+        "sft.micro_batch_size",
+        "reward.micro_batch_size",
+        "ppo.micro_batch_size",
+        "eval.batch_size",
+    }
 )
 OUTPUTS = ("metrics.jsonl", "samples.jsonl", "eval.json", "checkpoints", "best_policy", "best_reward_model")
 
@@ -90,7 +102,7 @@ def differing_settings(old: Config, new: Config, allowed: Collection[str] = MAY_
 
 @contextlib.contextmanager
 def _lock(path: epath.Path) -> Iterator[None]:
-    """Hold an flock, which the system drops when the process ends, however it ends. Object stores have none."""
+    """Hold an flock, which ends with the process, however that ends. Object stores have none."""
     if "://" in str(path):
         yield
         return

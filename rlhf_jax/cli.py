@@ -1,0 +1,217 @@
+"""The command line: `rlhf-jax COMMAND CONFIG.yaml [key=value ...]`.
+
+Exit codes: 0 done; 2 the input is wrong, one line on stderr; 1 a fault of the program, with its traceback;
+130 stopped by Ctrl-C; 143 stopped by SIGTERM. Heavy imports stay inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rlhf_jax.errors import InputError
+from rlhf_jax.settings import Config
+
+CACHE = "~/.cache/rlhf_jax/xla"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+
+app = typer.Typer(
+    name="rlhf-jax",
+    help="Turn human preferences into a better language model: reward model, PPO, evaluation, report.",
+    epilog=f"Compiled programs are kept in {CACHE}; RLHF_JAX_CACHE moves them, RLHF_JAX_CACHE=off stops it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+ConfigFile = Annotated[
+    str, typer.Argument(metavar="CONFIG.yaml", help="settings; what it leaves out has its default")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="key=value", help="settings over the file's; `rlhf-jax config --help` explains them all"
+    ),
+]
+
+
+@app.command()
+def run(config: ConfigFile, settings: Overrides = None) -> None:
+    """The whole job: SFT where asked for, reward model, PPO, evaluation, report, export."""
+    _pipeline("run", _read(config, settings))
+
+
+@app.command()
+def sft(config: ConfigFile, settings: Overrides = None) -> None:
+    """Fine-tune the policy on the chosen responses."""
+    _pipeline("sft", _read(config, settings))
+
+
+@app.command()
+def reward(config: ConfigFile, settings: Overrides = None) -> None:
+    """Train the reward model on preference pairs and keep the best."""
+    _pipeline("reward", _read(config, settings))
+
+
+@app.command()
+def ppo(config: ConfigFile, settings: Overrides = None) -> None:
+    """Improve the policy against a trained reward model (reward.model is its directory)."""
+    _pipeline("ppo", _read(config, settings))
+
+
+@app.command("eval")
+def evaluate(config: ConfigFile, settings: Overrides = None) -> None:
+    """Compare the run's best policy with the one it began from, on held-out prompts."""
+    _pipeline("evaluate", _read(config, settings, training=False))
+
+
+@app.command()
+def report(config: ConfigFile, settings: Overrides = None) -> None:
+    """Make the pictures and report.html of run.dir again, from its records alone."""
+    from rlhf_jax.report import write_report
+
+    for path in write_report(_read(config, settings, training=False).run.dir):
+        print(path)
+
+
+@app.command()
+def export(config: ConfigFile, settings: Overrides = None) -> None:
+    """Write the newest checkpoint of run.dir as Hugging Face directories."""
+    _pipeline("export", _read(config, settings))
+
+
+class ConfigCommand(TyperCommand):
+    """`config --help` goes on with every setting."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        _print_fields()
+
+
+@app.command("config", cls=ConfigCommand)
+def show_config(config: ConfigFile, settings: Overrides = None) -> None:
+    """Print the resolved configuration, or say what is wrong with it. `--help` explains every setting."""
+    from rlhf_jax.config import to_yaml
+
+    print(to_yaml(_read(config, settings)), end="")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="directory or hub name of a language model")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="what the user says")],
+    settings: Overrides = None,
+) -> None:
+    """Answer one prompt; rollout.* and run.seed apply, such as rollout.temperature=0."""
+    from rlhf_jax.config import check, load_config
+
+    config = load_config(None, settings or [])
+    check(config, training=False)
+    _with_jax()
+    from rlhf_jax.rollout import generate_text
+
+    print(generate_text(model, prompt, config.rollout, config.run.seed))
+
+
+@app.command()
+def env() -> None:
+    """Versions and devices, for a report of a fault."""
+    import importlib.metadata
+    import platform
+
+    import jax
+
+    import rlhf_jax
+
+    print(f"rlhf_jax {rlhf_jax.__version__}")
+    print(f"python {platform.python_version()}")
+    for package in PACKAGES:
+        print(f"{package} {importlib.metadata.version(package)}")
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    print(f"devices {jax.device_count()} x {', '.join(kinds)} ({jax.default_backend()})")
+    print(f"processes {jax.process_count()}")
+    print(f"platform {platform.platform()}")
+    print(f"cpus {os.cpu_count()}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and leave with the exit code that fits."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        code = app(arguments or ["--help"], prog_name="rlhf-jax", standalone_mode=False)
+    except InputError as error:
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        code = _complain(f"{error.format_message().rstrip('.')}; `rlhf-jax --help` shows what there is")  # type: ignore
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _stop(signal_number: int, frame: Any) -> None:
+    """SIGTERM outside a training loop: nothing to save, but locks and files are closed."""
+    raise SystemExit(128 + signal_number)
+
+
+def _complain(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _read(path: str, settings: list[str] | None, *, training: bool = True) -> Config:
+    from rlhf_jax.config import check, load_config
+
+    config = load_config(path, settings or [])
+    check(config, training=training)
+    return config
+
+
+def _pipeline(job: str, config: Config) -> None:
+    _with_jax()
+    import importlib
+
+    getattr(importlib.import_module("rlhf_jax.trainers.pipeline"), job)(config)
+
+
+def _with_jax() -> None:
+    """Keep compiled programs between commands."""
+    place = os.environ.get("RLHF_JAX_CACHE", CACHE)
+    if place.lower() in ("off", "0", "") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(place).expanduser()))
+
+
+def _print_fields() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhf_jax.config import field_help
+
+    console, table = Console(highlight=False), None
+    for name, type_name, default, explanation in field_help():
+        if not type_name:
+            if table is not None:
+                console.print(table)
+            console.print(f"\n[bold]{name}[/bold]  {explanation}")
+            table = Table.grid(padding=(0, 2))
+            table.add_column(no_wrap=True)
+            table.add_column()
+        elif table is not None:
+            shown = "" if type_name.startswith("{") else f" [dim]({type_name})[/dim]"
+            table.add_row(f"  [cyan]{name}[/cyan]={default}", explanation + shown)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
