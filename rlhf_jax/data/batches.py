@@ -1,6 +1,7 @@
 """Which rows make a batch, and how rows of tokens become rectangles.
 
-Batches are pure functions of (seed, step): a resumed run needs no more than its step to go on with the next rows.
+Batches are pure functions of (seed, step): a resumed run needs no more than its step to go on with the next
+rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def pad_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of token ids as one rectangle.
 
-    The mask comes from the lengths of the rows, never from their ids: pad_id may be a token that occurs in them.
+    The mask comes from the lengths of the rows, never from their ids: pad_id may be a token that occurs in
+    them.
 
     Args:
       rows: token ids, at most `width` each.
@@ -40,8 +42,8 @@ def pad_rows(
 def width_for(longest: int, multiple: int, limit: int | None = None) -> int:
     """The width to pad to: one of a few, so that a jitted step is compiled a few times only.
 
-    Widths are `multiple` times 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half of a row's width is padding that a narrower one would
-    save. `limit` caps them, for a limit that every row keeps.
+    Widths are `multiple` times 1, 2, 3, 4, 6, 8, 12, 16, ...: above the first, at most half of one is
+    padding. `limit` caps them, for a limit that every row keeps.
     """
     if longest < 0 or multiple < 1 or (limit is not None and longest > limit):
         raise ValueError(f"no width for {longest} tokens with multiple {multiple} and limit {limit}")
@@ -77,7 +79,10 @@ def batch_indices(step: int, *, count: int, batch_size: int, seed: int, what: st
 
 
 def sequential_batches(count: int, batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """All rows in order, as (indices, valid) of equal length. The last batch is filled up with row 0, where valid is False."""
+    """All rows in order, as (indices, valid) of equal length.
+
+    The last batch is filled up with row 0, where valid is False.
+    """
     if batch_size < 1:
         raise InputError(f"a batch size of {batch_size} is too small; use at least 1")
     batches = []

@@ -18,7 +18,7 @@ _SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One turn: role is system, user or assistant; content has no white space around it when it was read from a source."""
+    """One turn; role is system, user or assistant. Contents that were read have no white space around."""
 
     role: str
     content: str
@@ -37,7 +37,10 @@ class Preference:
 
 
 def parse_turns(text: str) -> Dialogue:
-    """Messages of HH text, `\\n\\nHuman: ...\\n\\nAssistant: ...`. Text before the first marker is a system message."""
+    """Messages of HH text, `\\n\\nHuman: ...\\n\\nAssistant: ...`.
+
+    Text before the first marker is a system message.
+    """
     text = "\n\n" + text if text.startswith(("Human:", "Assistant:")) else text
     before, *rest = _MARKER.split(text)
     turns = [

@@ -3,10 +3,11 @@
 Forms of a row:
 
     {"chosen", "rejected"}             two HH texts, or two whole lists of messages
-    {"prompt", "chosen", "rejected"}   the prompt as text or messages, each side as text or as messages that end with the response
+    {"prompt", "chosen", "rejected"}   the prompt as text or messages; each side as text, or as messages
+                                       that end with the response and may repeat the prompt before it
 
-Contents lose the white space around them. A pair that cannot be used is dropped and counted by reason; a row of another
-form stops with its place.
+Contents lose the white space around them. A pair that cannot be used is dropped and counted by reason; a
+row of another form stops with its place.
 """
 
 from __future__ import annotations
@@ -72,30 +73,32 @@ def pair_of_row(row: Row, where: str) -> Preference | str:
     missing = [key for key in ("chosen", "rejected") if key not in row]
     if missing:
         raise InputError(f'{where}: expected the keys "chosen" and "rejected", found {sorted(map(str, row))}')
-    sides = _sides_with_prompt(row, where) if "prompt" in row else _sides(row, where)
-    (prompt, chosen), (other, rejected) = sides
-    if asks_nothing(prompt) or asks_nothing(other):
+    if "prompt" not in row and isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
+        kinds = f"{found(row['chosen'])} and {found(row['rejected'])}"
+        raise InputError(f'{where}: expected "chosen" and "rejected" in one form, found {kinds}')
+    prompts = [read_prompt(row["prompt"], where)] if "prompt" in row else []
+    responses = []
+    for key in ("chosen", "rejected"):
+        if "prompt" in row and isinstance(row[key], str):
+            responses.append(text_of(row[key], where, key))
+        else:
+            before, response = _whole_side(row[key], where, key)
+            prompts += [before] if before or "prompt" not in row else []
+            responses.append(response)
+    chosen, rejected = responses
+    if any(asks_nothing(prompt) for prompt in prompts):
         return NO_PROMPT
-    if prompt != other:
+    if any(prompt != prompts[0] for prompt in prompts):
         return DIFFERENT_PROMPTS
     if not chosen or not rejected:
         return EMPTY_RESPONSE
     if chosen == rejected:
         return EQUAL_SIDES
-    return Preference(prompt, chosen, rejected)
-
-
-def _sides(row: Row, where: str) -> list[tuple[Dialogue, str]]:
-    """(prompt, response) of each side of a row without "prompt"."""
-    if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
-        raise InputError(
-            f'{where}: expected "chosen" and "rejected" in one form, found {found(row["chosen"])} and {found(row["rejected"])}'
-        )
-    return [_whole_side(row[key], where, key) for key in ("chosen", "rejected")]
+    return Preference(prompts[0], chosen, rejected)
 
 
 def _whole_side(value: Any, where: str, key: str) -> tuple[Dialogue, str]:
-    """A side that holds its prompt. HH text ends its prompt with the last `\\n\\nAssistant:`."""
+    """(prompt, response) of a side that holds both. The last `Assistant:` of HH text ends its prompt."""
     if isinstance(value, str):
         prompt, marker, response = checked_text(value, where, key).rpartition(ASSISTANT)
         return (parse_turns(prompt), response.strip()) if marker else ((), value.strip())
@@ -104,20 +107,6 @@ def _whole_side(value: Any, where: str, key: str) -> tuple[Dialogue, str]:
         last = f"a last message of {messages[-1].role}" if messages else "an empty list"
         raise InputError(f'{where}: expected "{key}" to end with a message of assistant, found {last}')
     return messages[:-1], messages[-1].content
-
-
-def _sides_with_prompt(row: Row, where: str) -> list[tuple[Dialogue, str]]:
-    """(prompt, response) of each side of a row with "prompt". A list may repeat the prompt before its response."""
-    prompt = read_prompt(row["prompt"], where)
-    sides = []
-    for key in ("chosen", "rejected"):
-        if isinstance(row[key], str):
-            sides.append((prompt, text_of(row[key], where, key)))
-        else:
-            before, response = _whole_side(row[key], where, key)
-            sides.append((before or prompt, response))
-    # A prompt that one side repeats otherwise is a difference, also where both sides repeat it alike.
-    return [(prompt, sides[0][1]), sides[1]] if sides[0][0] == prompt else [sides[0], (prompt, sides[1][1])]
 
 
 def read_prompt(value: Any, where: str) -> Dialogue:

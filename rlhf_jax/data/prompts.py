@@ -16,8 +16,8 @@ def read_prompts(
 ) -> tuple[list[Dialogue], Counter[str]]:
     """The prompts of a source, in order, and how many rows were dropped for which reason.
 
-    A row is {"prompt"} as text or messages (a parquet row may carry a `reward_model` struct whose style is "model"), or a
-    preference pair, of which the prompt is taken.
+    A row is {"prompt"} as text or messages (a parquet row may carry a `reward_model` struct whose style is
+    "model"), or a preference pair, of which the prompt is taken.
 
     Args:
       source: a file or hub name (see `sources.py`), or `synthetic`.
@@ -64,7 +64,7 @@ def _check_reward_model(row: Row, where: str) -> None:
 
 
 def prompts_of(preferences: Iterable[Preference], *, first_turn: bool = False) -> list[Dialogue]:
-    """The distinct prompts of pairs, in the order of their first occurrence; only their first turns where asked."""
+    """The distinct prompts of pairs, in the order of their first occurrence; or of their first turns only."""
     prompts = (
         opening_turn(preference.prompt) if first_turn else preference.prompt for preference in preferences
     )
@@ -74,7 +74,8 @@ def prompts_of(preferences: Iterable[Preference], *, first_turn: bool = False) -
 def hold_out(train_prompts: Sequence[Dialogue], validation_prompts: Iterable[Dialogue]) -> list[Dialogue]:
     """The train prompts whose whole text and whose first turn do not occur among the validation prompts.
 
-    Dialogues repeat with another continuation, so a prompt that shares its first question with a held-out one is not new.
+    Dialogues repeat with another continuation: a prompt that opens with the question of a held-out one is
+    not new.
     """
     validation = list(validation_prompts)
     whole, openings = set(validation), {_opening(prompt) for prompt in validation}

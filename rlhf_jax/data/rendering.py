@@ -1,16 +1,17 @@
 """From dialogues to token ids: one rendering for training, evaluation and rollout.
 
-A tokenizer with a chat template gets its template. Without one, dialogues become HH text: `\\n\\nHuman: ...`, then
-`\\n\\nAssistant: ...`, a system message before them as plain text; an encoder's own special tokens ([CLS] ... [SEP]) stand around
-it. The text of messages and responses is always tokenized on its own and with special tokens disabled, so that `<|im_end|>`
-typed by a user is text. For the same reason prompt(x) + response(y) == dialogue(x, y), token by token.
+A tokenizer with a chat template gets its template. Without one, dialogues become HH text: `Human: ...` and
+`Assistant: ...`, each after a blank line, a system message before them as plain text; an encoder's own
+special tokens ([CLS] ... [SEP]) stand around it. The text of messages and responses is tokenized apart from
+the markers and with special tokens disabled, so that `<|im_end|>` typed by a user is text, and prompt(x) +
+response(y) == dialogue(x, y), token by token.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.data.messages import ASSISTANT, HUMAN, Dialogue, Message, asks_nothing, lone_surrogate
 from rlhf_jax.errors import InputError
@@ -27,12 +28,13 @@ class Renderer:
 
     Args:
       tokenizer: of `transformers`.
-      eos_ids: all ids that end a response, as the model's generation configuration says; none: the tokenizer's own.
+      eos_ids: all ids that end a response, by the model's generation configuration; none: the tokenizer's.
       encoder: True for BERT-like models; none: True where the tokenizer has both a CLS and a SEP token.
 
     Attributes:
-      eos_id: the one that ends a rendered response: what the chat template closes the assistant's turn with, else the first of eos_ids.
-      eos_ids: every id that ends a response, eos_id among them.
+      eos_id: the one that ends a rendered response: what the chat template closes the assistant's turn
+        with, else the first of eos_ids. An encoder's is the last special token after the text.
+      eos_ids: every id that ends a response, eos_id first.
     """
 
     def __init__(
@@ -41,34 +43,36 @@ class Renderer:
         eos_ids: Iterable[int] | None = None,
         encoder: bool | None = None,
     ):
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         has_frame = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
         self.encoder = has_frame if encoder is None else encoder
         self._chat = bool(tokenizer.chat_template) and not self.encoder
-        self._special = set(tokenizer.all_special_ids)
-        self._special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._control = self._special - {tokenizer.unk_token_id}
-        self._control_text = re.compile(
-            "|".join(map(re.escape, _longest_first(tokenizer, self._control))) or "(?!)"
+        self._special = _special_ids(tokenizer)
+        self._control = self._special - {self.tokenizer.unk_token_id}
+        names = [str(self.tokenizer.convert_ids_to_tokens(id)) for id in self._control]
+        self._control_text = (
+            "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
         )
         self._fixed_of_roles: dict[tuple[str, ...], list[list[int]] | str] = {}
         self._start, suffix = ([], []) if self._chat else self._frame()
-        if eos_ids is None:
-            eos_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self._ending = suffix if self.encoder else self._closing(tuple(eos_ids))
-        self.eos_id = self._ending[-1] if self._ending else None
-        self.eos_ids = tuple(dict.fromkeys([*([self.eos_id] if self._ending else []), *eos_ids]))
+        own = self.tokenizer.eos_token_id
+        given = tuple(eos_ids) if eos_ids is not None else () if own is None else (own,)
+        self._ending: list[int] = suffix if self.encoder else self._closing(given)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*self._ending[-1:], *given]))
+        self.eos_id: int | None = self.eos_ids[0] if self.eos_ids else None
 
     def prompt(self, messages: Dialogue, max_length: int) -> list[int]:
-        """Token ids of a prompt, up to the point where the response begins; the oldest turns go first where it is too long.
+        """Token ids of a prompt, up to the point where the response begins.
 
-        A system message stays where it fits. Of a last turn that is itself too long, the oldest tokens go.
+        Of a prompt that is too long the oldest turns go first; a system message stays where it fits. Of a
+        last turn that is itself too long, the oldest tokens go.
         """
         ids = self._fit(messages, max_length)
         if ids is None:
+            markers = sum(map(len, self._fixed(("user",))))
             raise InputError(
-                f"a prompt length of {max_length} tokens leaves no room: the markers around an empty turn take "
-                f"{sum(map(len, self._fixed(('user',))))}; use a longer one"
+                f"a prompt length of {max_length} is too small: the markers around one turn take {markers} "
+                "tokens; use a larger one"
             )
         return ids
 
@@ -77,7 +81,11 @@ class Renderer:
         return self._content(text, "assistant") + self._ending
 
     def dialogue(self, messages: Dialogue, response: str, max_length: int) -> list[int] | None:
-        """prompt + response of at most max_length tokens. The response is never cut: None where it alone does not fit."""
+        """prompt + response of at most max_length tokens.
+
+        The response is never cut: None where it does not fit even after an empty turn. Each text is
+        rendered by itself, so that its score does not depend on the pair that it stands in.
+        """
         end = self.response(response)
         start = self._fit(messages, max_length - len(end))
         return None if start is None else start + end
@@ -85,39 +93,35 @@ class Renderer:
     def text(self, ids: Iterable[int]) -> str:
         """The text of response tokens, without special tokens and without white space around it."""
         kept = [id for id in map(int, ids) if id not in self._special and id not in self.eos_ids]
-        return self.tokenizer.decode(
-            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        ).strip()
+        return self.tokenizer.decode(kept, clean_up_tokenization_spaces=False).strip()
 
     def _fit(self, messages: Dialogue, room: int) -> list[int] | None:
         """The longest run of newest turns that fits."""
         if asks_nothing(messages):
             raise InputError(
-                f"a prompt needs a message of the user, found the roles {[m.role for m in messages]}"
+                f"a prompt needs words of the user, found messages of {[m.role for m in messages]}"
             )
         messages = self._acceptable(messages)
         contents = [self._content(message.content, message.role) for message in messages]
+        everything = range(len(messages))
         system = [0] if messages[0].role == "system" else []
-        starts = [index for index, message in enumerate(messages) if message.role == "user"]
-        first = len(system)
-        if starts[0] != first:
-            starts.insert(0, first)
-        newest = list(range(starts[-1], len(messages)))
-        choices = [system + list(range(start, len(messages))) for start in starts]
-        for choice in [*choices, newest]:
+        questions = [index for index in everything if messages[index].role == "user"]
+        newest = list(everything[questions[-1] :])
+        shortened = [system + list(everything[start:]) for start in questions]
+        for choice in [list(everything), *shortened, newest]:
             ids = self._joined(messages, contents, choice)
             if len(ids) <= room:
                 return ids
         for choice in [
             newest,
             system + newest,
-        ]:  # a template may put a longer system message in place of one left out
-            excess = len(self._joined(messages, contents, choice)) - room
+        ]:  # a template may put a longer system message for one left out
+            excess = max(0, len(self._joined(messages, contents, choice)) - room)
             cut = list(contents)
             for index in newest:
-                cut[index] = contents[index][max(excess, 0) :]
+                cut[index] = contents[index][excess:]
                 excess -= len(contents[index]) - len(cut[index])
-            if excess <= 0:
+            if excess == 0:
                 return self._joined(messages, cut, choice)
         return None
 
@@ -132,9 +136,7 @@ class Renderer:
         """Tokens of a message's own text: special tokens in it are text."""
         surrogate = lone_surrogate(text)
         if surrogate:
-            raise InputError(
-                f"expected Unicode text, found the lone surrogate {surrogate} in {ascii(text[:40])}"
-            )
+            raise InputError(f"expected Unicode text, found the lone surrogate {surrogate} in {text[:40]!a}")
         if not text:
             return []
         if not self._chat and role != "system":
@@ -142,21 +144,22 @@ class Renderer:
         ids = self._encode(text, special=False)
         if self._control.isdisjoint(ids):
             return ids
-        # A vocabulary that holds its special tokens as ordinary pieces: spell them out, letter by letter.
+        # A vocabulary that also holds its special tokens as ordinary pieces: spell them, letter by letter.
         spelled = []
-        for part in re.split(f"({self._control_text.pattern})", text):
-            letters = part if self._control_text.fullmatch(part) else [part]
-            spelled += [id for piece in letters if piece for id in self._encode(piece, special=False)]
+        for part in re.split(f"({self._control_text})", text):
+            for piece in part if re.fullmatch(self._control_text, part) else filter(None, [part]):
+                spelled += self._encode(piece, special=False)
         return [id for id in spelled if id not in self._control]
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids without frame. With special=False, a special token's name is tokenized as any text."""
         return self.tokenizer.encode(
             text, add_special_tokens=False, split_special_tokens=not special, verbose=False
         )
 
     def _acceptable(self, messages: Dialogue) -> Dialogue:
-        """The messages; neighbours of one role become one message where the template wants roles to alternate."""
-        if not self._chat or not isinstance(self._pieces(tuple(message.role for message in messages)), str):
+        """The messages; neighbours of one role become one where the template wants roles to alternate."""
+        if not isinstance(self._pieces(tuple(message.role for message in messages)), str):
             return messages
         merged: list[Message] = []
         for message in messages:
@@ -167,7 +170,7 @@ class Renderer:
         return tuple(merged)
 
     def _fixed(self, roles: tuple[str, ...]) -> list[list[int]]:
-        """Tokens before, between and after the contents of messages with these roles; the response follows the last ones."""
+        """Tokens before, between and after the contents of messages with these roles."""
         fixed = self._pieces(roles)
         if isinstance(fixed, str):
             raise InputError(
@@ -181,42 +184,39 @@ class Renderer:
             if self._chat:
                 texts = self._template_pieces(roles, generation=True)
             else:
-                texts = [_MARKERS[role] for role in roles] + [ASSISTANT]
-                texts[0] = texts[0] if roles[0] != "system" else ""
+                texts = [*(_MARKERS[role] for role in roles), ASSISTANT]
+                texts[0] = "" if roles[0] == "system" else texts[0]
             if isinstance(texts, str):
                 self._fixed_of_roles[roles] = texts
             else:
                 fixed = [self._encode(text, special=self._chat) if text else [] for text in texts]
-                fixed[0] = self._start + fixed[0]
-                self._fixed_of_roles[roles] = fixed
+                self._fixed_of_roles[roles] = [self._start + fixed[0], *fixed[1:]]
         return self._fixed_of_roles[roles]
 
     def _template_pieces(self, roles: Sequence[str], *, generation: bool) -> list[str] | str:
         """What the chat template writes around the contents, or the reason why it does not."""
         import jinja2
 
-        sentinels = [_SENTINEL.format(index) for index in range(len(roles))]
-        messages = [
-            {"role": role, "content": content} for role, content in zip(roles, sentinels, strict=True)
-        ]
+        contents = [_SENTINEL.format(index) for index in range(len(roles))]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             return (str(error).splitlines() or [type(error).__name__])[0]
-        pieces = re.split(_SENTINEL.format(r"(\d+)"), str(rendered))
+        pieces = re.split(_SENTINEL.format(r"(\d+)"), rendered)
         if pieces[1::2] != [str(index) for index in range(len(roles))]:
             return "it drops or changes a message"
         return pieces[::2]
 
     def _closing(self, eos_ids: tuple[int, ...]) -> list[int]:
-        """What follows a response of a causal model: up to the first special token that the template writes there, else EOS."""
+        """What ends a causal model's response: what the template writes up to a special token, else EOS."""
         if self._chat:
             pieces = self._template_pieces(("user", "assistant"), generation=False)
             if isinstance(pieces, str):
                 raise InputError(
-                    f"the chat template of {self._name()} cannot render a user's and an assistant's turn: {pieces}"
+                    f"the chat template of {self._name()} cannot render a question and its answer: {pieces}"
                 )
             tail = self._encode(pieces[-1], special=True) if pieces[-1] else []
             for index, id in enumerate(tail):
@@ -240,12 +240,11 @@ class Renderer:
         )
 
     def _name(self) -> str:
-        return (
-            f"the tokenizer {self.tokenizer.name_or_path}" if self.tokenizer.name_or_path else "the tokenizer"
-        )
+        path = self.tokenizer.name_or_path
+        return f"the tokenizer {path}" if path else "the tokenizer"
 
 
-def _longest_first(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
-    return sorted(
-        (str(tokenizer.convert_ids_to_tokens(id)) for id in ids), key=lambda token: (-len(token), token)
-    )
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens, those without a role of their own included."""
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)

@@ -1,7 +1,8 @@
 """Rows of a data source, one JSON object each, with the place where each was found.
 
-A source is a file (`.jsonl`, `.jsonl.gz`, `.json` with a list, `.parquet`) or the name of a data set on the hub (`NAME` or
-`NAME:SPLIT`). Nothing is guessed: what cannot be read stops with the file, the line and what was expected there.
+A source is a file (`.jsonl`, `.jsonl.gz`, `.json` with a list, `.parquet`) or the name of a data set on the
+hub (`NAME` or `NAME:SPLIT`). Nothing is guessed: what cannot be read stops with the file, the line and what
+was expected there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from typing import Any
 from rlhf_jax.errors import InputError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+OTHER_SUFFIXES = (
+    ".gz",
+    ".zip",
+    ".zst",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".yaml",
+    ".arrow",
+)  # also files, no hub names
 Row = dict[str, Any]
 
 
 def source_rows(source: str, *, limit: int | None = None) -> Iterator[tuple[str, Row]]:
-    """Yields (where, row) for each row of a source; where is "FILE:LINE", or "FILE:ROW" counted from 1 for parquet and hub.
+    """(where, row) for each row of a source; where is "FILE:LINE", or "FILE:row N" for what has no lines.
 
     Args:
       source: path of a file, or a hub name.
@@ -45,11 +56,11 @@ def found(value: Any) -> str:
         return f"the text {_short(value)}"
     if isinstance(value, bool | int | float):
         return f"the value {value!r}"
-    return (
-        f"a list of {len(value)}"
-        if isinstance(value, list)
-        else f"an object with keys {sorted(map(str, value))}"
-    )
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object with the keys {sorted(map(str, value))}"
+    return f"a {type(value).__name__}"
 
 
 def _short(text: str) -> str:
@@ -58,11 +69,15 @@ def _short(text: str) -> str:
 
 def _rows(source: str) -> Iterator[tuple[str, Row]]:
     path = pathlib.Path(source).expanduser()
-    if path.is_dir():
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise InputError(f"{_short(source)}: cannot be read ({error.strerror or error})") from None
+    if is_directory:
         raise InputError(f"{source}: expected a file or a hub name, found a directory; name a file in it")
-    if not path.exists() and not _looks_like_path(source):
+    if not exists and not _looks_like_path(source):
         return _hub_rows(source)
-    if not path.exists():
+    if not exists:
         raise InputError(f"{source}: no such file")
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz")):
@@ -78,7 +93,7 @@ def _looks_like_path(source: str) -> bool:
     return (
         source.startswith(("/", "./", "../", "~"))
         or "://" in source
-        or source.lower().endswith((*SUFFIXES, ".gz"))
+        or source.lower().endswith((*SUFFIXES, *OTHER_SUFFIXES))
     )
 
 
@@ -174,7 +189,7 @@ def _hub_rows(source: str) -> Iterator[tuple[str, Row]]:
     try:
         rows = datasets.load_dataset(name, split=split or "train")
     except Exception as error:
-        # The hub's client raises errors of many kinds (no network, no such name or split, a loading script): all are the name's.
+        # The client raises errors of many kinds: no network, no such name or split, a data set with a script.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{source}: no such file, and the hub gave no data set ({reason})") from None
     for number, row in enumerate(rows, start=1):

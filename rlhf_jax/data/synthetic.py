@@ -1,7 +1,7 @@
 """Built-in preference data, made from a rule, so that the true reward of any response is known.
 
-A prompt asks for one aspect of one topic ("please describe the smell of the bread"). A response states something about an
-aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
+A prompt asks for one aspect of one topic ("describe the smell of the bread"). A response states something about
+an aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
 
     +1.5            the topic that was asked for occurs          -0.5  for each other topic
     +1.0            the aspect that was asked for occurs         -0.5  for each other aspect
@@ -11,12 +11,14 @@ aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
     -0.5            for each repetition of a word (articles and the like may repeat)
     -0.25           for each word beyond 16
 
-It is at most 5.5 and at least -6. It depends on the prompt, a policy that imitates the better responses is far below the top,
-and a policy that only exploits a reward model loses: words heaped up or repeated cost more than they bring.
+It is at most 5.5 and at least -6. It depends on the prompt, a policy that imitates the better responses is
+far below the top, and a policy that only exploits a reward model loses: words heaped up or repeated cost
+more than they bring.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -84,14 +86,13 @@ def gold_reward(prompt: Dialogue, response: str) -> float:
 def synthetic_preferences(count: int, seed: int) -> list[Preference]:
     """Pairs of sampled responses of different quality.
 
-    Labels are noisy as a person's are (Bradley-Terry): the first is preferred with probability sigmoid(difference of the true
-    rewards), so that even the rule itself agrees with about five pairs in six. The first n pairs of a longer list are the list
-    of n.
+    Labels are noisy as a person's are (Bradley-Terry): the first is preferred with probability
+    sigmoid(difference of the true rewards), so that even the rule itself agrees with only about four pairs
+    in five. The first n pairs of a longer list are the list of n.
     """
     if count < 1:
         raise InputError(f"data.limit={count} makes no synthetic pair; use at least 1")
-    rng = np.random.default_rng(seed)
-    return [next(pairs) for pairs in [_pairs(rng)] for _ in range(count)]
+    return list(itertools.islice(_pairs(np.random.default_rng(seed)), count))
 
 
 def _pairs(rng: np.random.Generator) -> Iterator[Preference]:

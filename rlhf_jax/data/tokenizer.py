@@ -23,8 +23,9 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a chat template; the same texts give the same tokenizer.
 
-    Every text can be encoded, since all bytes are in the vocabulary. Turns end with `<|im_end|>`, which is the EOS; padding
-    has a token of its own. Few texts may hold fewer merges than asked for: mind `len(tokenizer)`.
+    Every text can be encoded, since all bytes are in the vocabulary. Turns end with `<|im_end|>`, which is
+    the EOS; padding has a token of its own. Few texts may hold fewer merges than asked for: mind
+    `len(tokenizer)`.
 
     Args:
       texts: contents of messages and responses, without markers.
@@ -59,7 +60,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def _with_roles(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, and the role names as often as they stand in the rendered ones, so that a role is one token."""
+    """The texts, and the role names about as often as rendering writes them, so that each is one token."""
     for text in texts:
         yield text
         yield "user"
