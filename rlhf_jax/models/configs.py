@@ -1,4 +1,4 @@
-"""Shapes and choices of the two kinds of model. What a family is made of is said here; its names are in `families.py`."""
+"""Shapes and choices of the two kinds of model; `families.py` says which family makes which choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_jax.settings import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: rotation frequencies theta^(-2i/E), slowed down for long contexts by `kind`."""
+    """Rotary position embedding: rotation frequencies theta^(-2i/E), slowed for long contexts by `kind`."""
 
     theta: float = 10000.0
     kind: str = "default"  # default, linear (all by factor) or llama3 (the slow ones by factor, with a ramp)

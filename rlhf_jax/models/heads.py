@@ -33,7 +33,7 @@ class Unembed(nn.Module):
 
 
 class ScalarHead(nn.Module):
-    """One float32 number a position: a value, or at the last valid token a score. No bias, so that it exports."""
+    """A float32 number a position: a value, or at the last valid token a score. No bias: it must export."""
 
     embed: int
     param_dtype: Any = jnp.float32
@@ -47,7 +47,7 @@ class ScalarHead(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """A dense layer with its activation over the first token, then one float32 score: BERT's pooler or DistilBERT's."""
+    """A score from the first token: a dense layer (BERT's pooler, DistilBERT's pre_classifier), a classifier."""
 
     embed: int
     activation: str

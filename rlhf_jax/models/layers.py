@@ -1,4 +1,4 @@
-"""Layers that all models share: linear maps, norms, tables, feed-forward layers. Parameters are cast where they are used."""
+"""Layers that all models share. Parameters are cast to the type of the computation where they are used."""
 
 from __future__ import annotations
 

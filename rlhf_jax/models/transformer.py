@@ -57,8 +57,8 @@ class Transformer(nn.Module):
       config: shape and choices.
       head: lm, value or score; the last two are one parameter, read at every or at the last valid token.
       dtype: type of the computation; norms, softmax, logits, values and scores are float32 always.
-      scan_layers: layers are one scanned block with stacked parameters (training), otherwise one after another
-        (generation; `decode` needs this). `unstack_layers` and `stack_layers` convert the parameters.
+      scan_layers: True, one scanned block with stacked parameters (training); False, block after block
+        (`decode` needs it). `unstack_layers` and `stack_layers` convert the parameters.
       remat: recompute each block in the backward pass.
     """
 
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
         return scanned(c, self.dtype, self.param_dtype)
 
     def __call__(self, tokens_BT, mask_BT=None):
-        """Float32 logits_BTV, values_BT or scores_B, by head. Nothing depends on the padding side or its content."""
+        """Float32 logits_BTV, values_BT or scores_B, by head, independent of padding side and content."""
         hidden_BTD = self.hidden(tokens_BT, mask_BT)
         if self.head == "lm":
             return constrain(self.unembed(hidden_BTD), "batch", "length", "vocab_act")
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         return self.embed.attend(hidden_BTD) if self.config.tied else self.unembedding(hidden_BTD)
 
     def prefill(self, tokens_BP, mask_BP, cache_length: int):
-        """(float32 logits_BV of each row's last valid token, cache of cache_length slots, the first P written)."""
+        """(float32 logits_BV of each row's last valid token, cache of cache_length slots with P written)."""
         x, turn, mask_BP = self._embed(tokens_BP, mask_BP, cache_length)
         if self.scan_layers:
             x, (keys, values) = self.layers.prefill(x, turn, mask_BP)

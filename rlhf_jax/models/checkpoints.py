@@ -1,0 +1,244 @@
+"""Safetensors to a tree of parameters and back, by a family's table of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from rlhf_jax.errors import InputError
+from rlhf_jax.models.families import Family, Weight
+
+logger = logging.getLogger("rlhf_jax")
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The tensors of a directory, in one file or several, by their names without the family's prefix."""
+
+    def __init__(self, directory: pathlib.Path, family: Family):
+        self.directory, self.family = directory, family
+        self._stack = contextlib.ExitStack()
+        self._tensors: dict[str, tuple[Any, str]] = {}
+
+    def __enter__(self) -> Checkpoint:
+        try:
+            for path in _files(self.directory):
+                try:
+                    handle = self._stack.enter_context(safe_open(path, framework="numpy"))
+                except (SafetensorError, OSError) as error:
+                    raise InputError(
+                        f"{path} is not a whole safetensors file ({error}); fetch it again"
+                    ) from error
+                self._tensors |= {self._plain(name): (handle, name) for name in handle.keys()}  # noqa: SIM118
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._stack.close()
+
+    def _plain(self, name: str) -> str:
+        name = name.removeprefix(self.family.prefix)
+        for old, new in self.family.renames:
+            name = name.replace(old, new)
+        return name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
+
+    def read(self, name: str, weight: Weight, shape: tuple[int, ...]) -> np.ndarray:
+        """One parameter of this shape, in the type of the file."""
+        handle, stored = self._tensors[name]
+        piece = handle.get_slice(stored)
+        expected, found = stored_shape(weight, shape), tuple(piece.get_shape())
+        if found != expected:
+            raise InputError(f"{self.directory}: tensor {stored!r} has shape {found}, expected {expected}")
+        if piece.get_dtype() not in FLOATS:
+            raise InputError(
+                f"{self.directory}: tensor {stored!r} is {piece.get_dtype()}; use a checkpoint of {', '.join(FLOATS)}"
+            )
+        i, n = weight.part
+        size = expected[-1] // n
+        tensor = piece[..., i * size : (i + 1) * size] if n > 1 else piece[...]
+        return (tensor.T if weight.form == "linear" else tensor).reshape(shape)
+
+
+def stored_shape(weight: Weight, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in the file of the tensor that holds a parameter of this shape (all parts of it)."""
+    parts = weight.part[1]
+    if weight.form == "table":
+        return shape
+    if weight.form == "vector":
+        return (math.prod(shape) * parts,)
+    inputs, outputs = math.prod(shape[: weight.inputs]), math.prod(shape[weight.inputs :])
+    return (outputs, inputs) if weight.form == "linear" else (inputs, outputs * parts)
+
+
+def _files(directory: pathlib.Path) -> list[pathlib.Path]:
+    single, index = directory / "model.safetensors", directory / INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+        if pickles:
+            raise InputError(
+                f"{directory} holds only {pickles[0]}, a pickle, which could run code when read; "
+                "save the model as safetensors"
+            )
+        raise InputError(f"{directory} has no model.safetensors and no {INDEX}")
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{index} is not an index of safetensors files ({error!r}); fetch it again"
+        ) from error
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or pathlib.PurePath(name).name != name
+            or not (directory / name).is_file()
+        ):
+            raise InputError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
+    return [directory / name for name in names]
+
+
+def places(family: Family, shapes: dict) -> dict[str, Weight]:
+    """The table entry of each parameter, by its path."""
+    table = {weight.path: weight for weight in family.weights}
+    return {path: table[path] for path in flatten(shapes)}
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested dict by paths like layers/mlp/up/kernel."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat |= flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def unflatten(flat: dict[str, Any]) -> dict:
+    """The inverse of `flatten`."""
+    tree: dict = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split("/")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree
+
+
+def read_params(directory: pathlib.Path, family: Family, shapes: dict, fresh_head) -> dict:
+    """The tree of parameters of a checkpoint, one leaf after another.
+
+    Args:
+      shapes: tree of jax.ShapeDtypeStruct, layers stacked.
+      fresh_head: function without arguments that gives params["head"], called if the checkpoint lacks it.
+    """
+    weights = places(family, shapes)
+    params: dict[str, Any] = {}
+    fresh: dict[str, Any] = {}
+    with Checkpoint(directory, family) as checkpoint:
+        used: set[str] = set()
+        for path, leaf in flatten(shapes).items():
+            weight = weights[path]
+            names = _names(weight, leaf.shape)
+            missing = [name for name in names if name not in checkpoint]
+            if missing and path.startswith("head/"):
+                fresh = fresh or flatten(fresh_head(), "head/")
+                params[path] = fresh[path]
+                continue
+            if missing:
+                shape = stored_shape(weight, leaf.shape[1:] if "{}" in weight.name else leaf.shape)
+                full = missing[0] if weight.bare else family.prefix + missing[0]
+                raise InputError(
+                    f"{directory} has no tensor {full!r} of shape {shape}; fetch or save the model again"
+                )
+            params[path] = _leaf(checkpoint, weight, names, leaf)
+            used.update(names)
+        _check_rest(checkpoint, used)
+    if fresh:
+        new = sorted(path for path in fresh if params[path] is fresh[path])
+        logger.warning("%s has no %s: fresh seeded weights are used", directory, ", ".join(new))
+    return unflatten(params)
+
+
+def _names(weight: Weight, shape: tuple[int, ...]) -> list[str]:
+    return [weight.name.format(i) for i in range(shape[0])] if "{}" in weight.name else [weight.name]
+
+
+def _leaf(checkpoint: Checkpoint, weight: Weight, names: list[str], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    out = np.empty(leaf.shape, leaf.dtype)
+    if "{}" not in weight.name:
+        out[...] = checkpoint.read(names[0], weight, leaf.shape)
+    else:
+        for i, name in enumerate(names):
+            out[i] = checkpoint.read(name, weight, leaf.shape[1:])
+    return jnp.asarray(out)
+
+
+def _check_rest(checkpoint: Checkpoint, used: set[str]) -> None:
+    """Refuses tensors of the backbone that have no place in the model; mentions others."""
+    family = checkpoint.family
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored))
+    rest = [name for name in checkpoint.names() if name not in used and not ignored.fullmatch(name)]
+    roots = {weight.name.split(".")[0] for weight in family.weights if not weight.bare}
+    inside = [name for name in rest if name.split(".")[0] in roots]
+    if inside:
+        raise InputError(
+            f"{checkpoint.directory}: {len(inside)} tensors, such as {inside[0]!r}, have no place in the "
+            f"{family.model_type} model that config.json describes; is it another model's?"
+        )
+    if rest:
+        logger.warning("%s: %d tensors are not used, such as %s", checkpoint.directory, len(rest), rest[0])
+
+
+def stored_tensors(params: dict, family: Family) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """(name, bytes, function that gives the NumPy tensor) for each tensor of a checkpoint, in the table's order."""
+    flat = flatten(params)
+    groups: dict[str, list[Weight]] = {}
+    for weight in family.weights:
+        if weight.path in flat:
+            groups.setdefault(weight.name, []).append(weight)
+    for name, weights in groups.items():
+        full = name if weights[0].bare else family.prefix + name
+        values = [flat[weight.path] for weight in weights]
+        size = sum(value.nbytes for value in values)
+        if "{}" not in name:
+            yield full, size, functools.partial(_tensor, weights, values)
+            continue
+        layers = values[0].shape[0]
+        for i in range(layers):
+            yield full.format(i), size // layers, functools.partial(_tensor, weights, values, i)
+
+
+def _tensor(weights: list[Weight], values: list[Any], layer: int | None = None) -> np.ndarray:
+    pieces = []
+    for weight, value in zip(weights, values, strict=True):
+        value = np.asarray(jax.device_get(value if layer is None else value[layer]))
+        if weight.form in ("linear", "conv"):
+            value = value.reshape(math.prod(value.shape[: weight.inputs]), -1)
+        elif weight.form == "vector":
+            value = value.reshape(-1)
+        pieces.append(value.T if weight.form == "linear" else value)
+    return np.ascontiguousarray(np.concatenate(pieces, -1) if len(pieces) > 1 else pieces[0])

@@ -1,0 +1,116 @@
+"""From a Hugging Face directory or hub name to a model, its tokenizer and its end-of-sequence ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from rlhf_jax.errors import InputError
+from rlhf_jax.models.checkpoints import read_params
+from rlhf_jax.models.config_json import config_from_json, family_of
+from rlhf_jax.models.configs import EncoderConfig
+from rlhf_jax.models.heads import DECODER_HEADS
+from rlhf_jax.models.parameters import build_model, fresh_head, shapes
+
+# No pickles, no code, no folders of other formats.
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+
+
+def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: int = 0):
+    """A model and its weights from a Hugging Face directory or hub name.
+
+    Args:
+      name_or_dir: a directory with config.json and safetensors, otherwise a name on the Hugging Face hub.
+      head: lm, value or score. A value or score head that the checkpoint lacks is made fresh, with a warning.
+      dtype: type of the computation, float32 or bfloat16. Parameters become float32 whatever the file's type.
+      seed: of the fresh head.
+    Returns:
+      (model, {"params": tree}), layers stacked on a leading axis.
+    """
+    if head not in DECODER_HEADS:
+        raise InputError(f"head {head!r} is unknown; use one of {', '.join(DECODER_HEADS)}")
+    directory = model_directory(name_or_dir)
+    where = str(directory / "config.json")
+    hf = read_hf_config(directory)
+    config, family = config_from_json(hf, where), family_of(hf, where)
+    if isinstance(config, EncoderConfig) and head not in family.architectures:
+        raise InputError(
+            f"{name_or_dir} is a {family.model_type} encoder, which sees the future and has no {head!r} head; "
+            "use a decoder"
+        )
+    model = build_model(config, head=head, dtype=dtype)
+    return model, {"params": read_params(directory, family, shapes(model), lambda: fresh_head(model, seed))}
+
+
+def model_directory(name_or_dir) -> pathlib.Path:
+    """The directory itself, or that of the hub's snapshot of this name."""
+    name = os.fspath(name_or_dir)
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
+        raise InputError(f"{name!r} is not a directory; give one with config.json and model.safetensors")
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = first_line(error)
+        raise InputError(
+            f"{name!r} is neither a directory nor a model that the hub gives: {reason}"
+        ) from error
+    return pathlib.Path(found)
+
+
+def read_hf_config(name_or_dir) -> dict[str, Any]:
+    """config.json, whose key `rlhf_jax` holds what `export_model` was given as extra."""
+    path = model_directory(name_or_dir) / "config.json"
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; give a directory with config.json and model.safetensors")
+    return _read_json(path)
+
+
+def load_tokenizer(name_or_dir):
+    """The tokenizer of a directory or hub name. Code from the checkpoint is never run."""
+    from transformers import AutoTokenizer
+
+    directory = model_directory(name_or_dir)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise InputError(f"{directory} has no tokenizer that can be read: {first_line(error)}") from error
+
+
+def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's EOS, then those of generation_config.json (or config.json)."""
+    directory = model_directory(name_or_dir)
+    path = directory / "generation_config.json"
+    listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if listed is None:
+        listed = read_hf_config(directory).get("eos_token_id")
+    ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+    found = tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+    if not found:
+        raise InputError(
+            f"{name_or_dir}: neither tokenizer nor generation_config.json names an end-of-sequence token"
+        )
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise InputError(f"{path} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
