@@ -1,7 +1,8 @@
 """The command line: `rlhf-jax COMMAND CONFIG.yaml [key=value ...]`.
 
 Exit codes: 0 done; 2 the input is wrong, one line on stderr; 1 a fault of the program, with its traceback;
-130 stopped by Ctrl-C; 143 stopped by SIGTERM. Heavy imports stay inside the commands, so that `--help` answers at once.
+130 stopped by Ctrl-C; 143 stopped by SIGTERM. Heavy imports stay inside the commands, so that `--help`
+answers at once.
 """
 
 from __future__ import annotations
