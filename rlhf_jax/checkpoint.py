@@ -39,6 +39,8 @@ class Checkpoints:
     def save(self, step: int, state: Any, host: dict) -> None:
         """Write the arrays of `state` and the JSON of `host`; returns when both are safely there."""
         json.dumps(host, allow_nan=False)
+        if self._saver is None:
+            self._remove_half_written()
         leaves = {name: _saved(name, leaf) for name, leaf in _named(state).items()}
         items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), HOST: ocp.args.JsonSave(host)})
         self._manager().save(step, args=items, force=True)
@@ -53,9 +55,7 @@ class Checkpoints:
         """Every whole checkpoint, oldest first. Half-written directories are passed over."""
         if not self.directory.exists():
             return []
-        found = [entry for entry in self.directory.iterdir() if entry.name.isdigit()]
-        whole = [entry for entry in found if all((entry / part).exists() for part in (METADATA, STATE, HOST))]
-        return sorted(int(entry.name) for entry in whole)
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if _is_whole(entry))
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict]:
         """Read a checkpoint onto the shardings of `like`.
@@ -80,6 +80,13 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+
+    def _remove_half_written(self) -> None:
+        """A step copied or deleted in part would stand in the way of its own saving."""
+        if self.directory.exists():
+            for entry in self.directory.iterdir():
+                if entry.name.isdigit() and not _is_whole(entry):
+                    entry.rmtree()
 
     def _manager(self) -> ocp.CheckpointManager:
         if self._saver is None:
@@ -107,6 +114,10 @@ class Checkpoints:
                     f"{place}: {name} is {_shape(found)} and {_shape(expected)} is expected; "
                     "it is of another model or configuration"
                 )
+
+
+def _is_whole(entry: epath.Path) -> bool:
+    return entry.name.isdigit() and all((entry / part).exists() for part in (METADATA, STATE, HOST))
 
 
 def _named(tree: Any) -> dict[str, Any]:

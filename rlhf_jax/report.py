@@ -123,9 +123,10 @@ def _result_sentence(result: Mapping[str, Any]) -> str:
         else ""
     )
     return (
-        f"On {policy['prompts']} held-out prompts the reward model's mean score {change}{spread}, 95 % "
-        f"interval {low:+.2f} to {high:+.2f}, from {before['mean']:.2f} to {after['mean']:.2f}. The new response wins "
-        f"{policy['win_rate']:.0%} of the comparisons, at a KL of {policy['kl']:.1f} nats a response."
+        f"On {policy['prompts']} held-out prompts the reward model's mean score {change}{spread}, "
+        f"95 % interval {low:+.2f} to {high:+.2f}, from {before['mean']:.2f} to {after['mean']:.2f}. "
+        f"The new response wins {policy['win_rate']:.0%} of the comparisons, at a KL of {policy['kl']:.1f} "
+        "nats a response."
     )
 
 
@@ -144,8 +145,8 @@ def _gold_sentence(result: Mapping[str, Any]) -> str:
     else:
         verdict = "Proxy and truth moved together."
     return (
-        f"The score of the reward model changed by {rises[0]:+.2f} and the true reward by {rises[1]:+.2f}, in "
-        f"standard deviations of their values before. {verdict}"
+        f"The score of the reward model changed by {rises[0]:+.2f} and the true reward by {rises[1]:+.2f}, "
+        f"in standard deviations of their values before. {verdict}"
     )
 
 

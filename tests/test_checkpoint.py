@@ -1,0 +1,156 @@
+"""A saved state comes back bit for bit, on any mesh, and a broken save is passed over."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.checkpoint import Checkpoints
+from rlhf_jax.errors import InputError
+
+
+@struct.dataclass
+class State:
+    params: dict
+    optimizer: optax.OptState
+    key: jax.Array
+    keys: jax.Array
+    kl_coef: jax.Array
+
+
+def mesh(*shape):
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("x", "y"))
+
+
+def make_state(grid):
+    """A state on the mesh that has been through an optimizer step, so that no moment is zero."""
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(grid, PartitionSpec(*spec)))  # noqa: E731
+    params = {
+        "layers": {"kernel": put(jax.random.normal(jax.random.key(1), (8, 16)), "x", "y")},
+        "bias": put(jnp.linspace(-1, 1, 16, dtype=jnp.bfloat16), "y"),
+    }
+    optimizer = optax.adamw(1e-3)
+    updates, moments = optimizer.update(params, optimizer.init(params), params)
+    return State(
+        params=optax.apply_updates(params, updates),
+        optimizer=moments,
+        key=put(jax.random.key(3)),
+        keys=put(jax.random.split(jax.random.key(4), 8), "x"),
+        kl_coef=put(jnp.float32(0.1)),
+    )
+
+
+def bits(leaf):
+    """The leaf's words; a key's words are its data."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def assert_equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def laid_out_on(grid, state):
+    """Shapes with the same specs on another mesh."""
+
+    def abstract(x):
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(grid, spec))
+
+    return jax.tree.map(abstract, state)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    state = make_state(mesh(4, 2))
+    checkpoints = Checkpoints(run_dir, "ppo", keep=2)
+    assert checkpoints.latest_step() is None
+    for step in (1, 2, 3):
+        checkpoints.save(step, state, {"step": step, "best": {"score": 0.1 + 0.2}, "note": "ä"})
+    return run_dir, state
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (8, 1), (1, 1)], ids=str)
+def test_a_state_comes_back_bit_for_bit_on_another_mesh(saved, shape):
+    run_dir, state = saved
+    like = laid_out_on(mesh(*shape), state)
+    restored, host = Checkpoints(run_dir, "ppo", keep=2).restore(3, like)
+    assert host == {"step": 3, "best": {"score": 0.1 + 0.2}, "note": "ä"}
+    assert_equal(state, restored)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+def test_the_state_itself_serves_as_the_pattern(saved):
+    run_dir, state = saved
+    restored, _ = Checkpoints(run_dir, "ppo", keep=2).restore(3, state)
+    assert_equal(state, restored)
+    assert jax.random.uniform(restored.key) == jax.random.uniform(state.key)
+
+
+def test_the_newest_are_kept(saved):
+    run_dir, _ = saved
+    assert Checkpoints(run_dir, "ppo", keep=2).steps() == [2, 3]
+    assert Checkpoints(run_dir, "reward", keep=2).steps() == []
+
+
+def test_half_written_directories_are_passed_over(saved):
+    run_dir, state = saved
+    place = run_dir / "checkpoints" / "ppo"
+    (place / "9").mkdir()
+    (place / "7" / "state").mkdir(parents=True)
+    (place / "8.orbax-checkpoint-tmp-1").mkdir()
+    checkpoints = Checkpoints(run_dir, "ppo", keep=2)
+    assert checkpoints.latest_step() == 3
+    restored, _ = checkpoints.restore(3, state)
+    assert_equal(state, restored)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda params: {**params, "bias": jax.ShapeDtypeStruct((4,), jnp.bfloat16)},
+            r"params.bias is bfloat16\[16\] and bfloat16\[4\] is expected",
+        ),
+        (
+            lambda params: {**params, "bias": jax.ShapeDtypeStruct((16,), jnp.float32)},
+            r"params.bias is bfloat16\[16\] and float32\[16\]",
+        ),
+        (
+            lambda params: {**params, "more": jax.ShapeDtypeStruct((4,), jnp.float32)},
+            "has no params.more",
+        ),
+        (lambda params: {"layers": params["layers"]}, "holds params.bias, which is not wanted"),
+    ],
+    ids=["another shape", "another type", "a leaf too many", "a leaf too few"],
+)
+def test_a_checkpoint_of_another_state_names_the_leaf(saved, change, words):
+    run_dir, state = saved
+    like = laid_out_on(mesh(1, 1), state)
+    with pytest.raises(InputError, match=words):
+        Checkpoints(run_dir, "ppo", keep=2).restore(3, like.replace(params=change(like.params)))
+
+
+def test_python_numbers_belong_into_host(tmp_path):
+    with pytest.raises(TypeError, match="count is int"):
+        Checkpoints(tmp_path, "ppo", keep=1).save(1, {"count": 3}, {})
+
+
+def test_a_save_after_half_written_directories_works(tmp_path):
+    (tmp_path / "checkpoints" / "ppo" / "5").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path, "ppo", keep=1)
+    checkpoints.save(5, {"x": jnp.ones(3)}, {})
+    assert checkpoints.latest_step() == 5
+    checkpoints.save(6, {"x": jnp.ones(3)}, {})
+    assert checkpoints.steps() == [6]
+
+
+def test_saving_says_nothing(tmp_path, capfd):
+    Checkpoints(tmp_path, "ppo", keep=1).save(1, {"x": jnp.ones(3)}, {})
+    assert capfd.readouterr() == ("", "")
