@@ -74,7 +74,7 @@ class Checkpoint:
             raise InputError(f"{self.directory}: tensor {stored!r} has shape {found}, expected {expected}")
         if piece.get_dtype() not in FLOATS:
             raise InputError(
-                f"{self.directory}: tensor {stored!r} is {piece.get_dtype()}; use a checkpoint of {', '.join(FLOATS)}"
+                f"{self.directory}: tensor {stored!r} is {piece.get_dtype()}; use {', '.join(FLOATS)}"
             )
         i, n = weight.part
         size = expected[-1] // n
@@ -214,7 +214,7 @@ def _check_rest(checkpoint: Checkpoint, used: set[str]) -> None:
 
 
 def stored_tensors(params: dict, family: Family) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """(name, bytes, function that gives the NumPy tensor) for each tensor of a checkpoint, in the table's order."""
+    """(name, bytes, function that gives the NumPy tensor) of each tensor of a checkpoint."""
     flat = flatten(params)
     groups: dict[str, list[Weight]] = {}
     for weight in family.weights:

@@ -58,11 +58,12 @@ class Encoder(nn.Module):
             self.token_types = Table(c.token_types, c.embed, "positions", *types)
         self.embed_norm = Norm(c.embed, "layer", c.norm_eps, *types)
         block = nn.remat(EncoderBlock, prevent_cse=False) if self.remat else EncoderBlock
+        broadcast: Any = nn.broadcast
         scanned = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,
+            in_axes=broadcast,
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )

@@ -36,9 +36,9 @@ def export_model(
     """Writes config.json, safetensors, tokenizer and generation_config.json; all of them or nothing.
 
     `transformers` loads an lm model as AutoModelForCausalLM, a value or score model as
-    AutoModelForSequenceClassification with one label. It reads a causal score at the last id that is not the pad id, so
-    such a model gets a pad id that ends no text: a new `<|pad|>`, with a row of zeros in the embedding, where the
-    tokenizer has none of its own. The given tokenizer is not changed.
+    AutoModelForSequenceClassification with one label. It reads a causal score at the last id that is not the
+    pad id, so such a model needs a pad id that ends no text: where the tokenizer has none, a copy of it gets
+    a new `<|pad|>`, and the embedding a row of zeros.
 
     Args:
       directory: made anew; an earlier export there is replaced.

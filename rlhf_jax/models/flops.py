@@ -12,10 +12,10 @@ def forward_flops(
 ) -> int:
     """FLOPs of one forward pass over sequences of these lengths in valid tokens, padding not counted.
 
-    Two FLOPs a multiply-add of every matrix product; a token attends to itself and those before it, n (n + 1) / 2 pairs
-    for n tokens, in an encoder to all, n^2. Norms, softmax, activations, rotations, table look-ups and scalar heads are
-    not counted. A backward pass is two forward passes, and recomputation (remat) is no model work. Decoding n tokens
-    over a cache is the same work as one pass over them, with `unembed_positions` the number of sampled tokens.
+    Two FLOPs a multiply-add of every matrix product; a token attends to itself and those before it, which is
+    n (n + 1) / 2 pairs for n tokens, in an encoder to all, n^2. Norms, softmax, activations, rotations, table
+    look-ups and scalar heads are not counted. A backward pass is two forward passes; recomputation (remat) is
+    no model work. Decoding n tokens is one pass over them, with the sampled tokens in `unembed_positions`.
 
     Args:
       unembed_positions: positions, over all sequences, for which logits are computed.

@@ -6,9 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import lax
 
-from rlhf_jax.models.layers import ACTIVATIONS, Linear, normal
+from rlhf_jax.models.layers import ACTIVATIONS, Linear, parameter, product
 
 DECODER_HEADS = ("lm", "value", "score")
 ENCODER_HEADS = ("score",)
@@ -24,12 +23,9 @@ class Unembed(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD):
-        init = nn.with_logical_partitioning(normal, ("embed", "vocab"))
-        kernel = self.param("kernel", init, (self.embed, self.vocab_size), self.param_dtype).astype(
-            self.dtype
-        )
-        contract = (((x_BTD.ndim - 1,), (0,)), ((), ()))
-        return lax.dot_general(x_BTD.astype(self.dtype), kernel, contract, preferred_element_type=jnp.float32)
+        shape, axes = (self.embed, self.vocab_size), ("embed", "vocab")
+        kernel = parameter(self, "kernel", shape, axes, self.param_dtype)
+        return product(x_BTD.astype(self.dtype), kernel.astype(self.dtype), out=jnp.float32)
 
 
 class ScalarHead(nn.Module):
@@ -40,14 +36,12 @@ class ScalarHead(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        init = nn.with_logical_partitioning(normal, ("embed", "norm"))
-        kernel = self.param("kernel", init, (self.embed, 1), self.param_dtype)
-        contract = (((x.ndim - 1,), (0,)), ((), ()))
-        return lax.dot_general(x.astype(jnp.float32), kernel.astype(jnp.float32), contract)[..., 0]
+        kernel = parameter(self, "kernel", (self.embed, 1), ("embed", "norm"), self.param_dtype)
+        return product(x.astype(jnp.float32), kernel.astype(jnp.float32))[..., 0]
 
 
 class ClassifierHead(nn.Module):
-    """A score from the first token: a dense layer (BERT's pooler, DistilBERT's pre_classifier), a classifier."""
+    """Dense layer over the first token (BERT's pooler, DistilBERT's pre_classifier), then a float32 score."""
 
     embed: int
     activation: str
@@ -56,10 +50,7 @@ class ClassifierHead(nn.Module):
 
     @nn.compact
     def __call__(self, x_BD):
-        D = self.embed
-        pooled = Linear((D,), (D,), ("embed", "mlp"), True, self.dtype, self.param_dtype, name="pooler")(x_BD)
-        pooled = ACTIVATIONS[self.activation](pooled)
-        out = Linear((D,), (1,), ("mlp", "norm"), True, jnp.float32, self.param_dtype, name="classifier")(
-            pooled
-        )
-        return out[..., 0]
+        D, dtype, param_dtype = self.embed, self.dtype, self.param_dtype
+        pooler = Linear((D,), (D,), ("embed", "mlp"), True, dtype, param_dtype, name="pooler")
+        classifier = Linear((D,), (1,), ("mlp", "norm"), True, jnp.float32, param_dtype, name="classifier")
+        return classifier(ACTIVATIONS[self.activation](pooler(x_BD)))[..., 0]

@@ -24,7 +24,7 @@ def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: i
     Args:
       name_or_dir: a directory with config.json and safetensors, otherwise a name on the Hugging Face hub.
       head: lm, value or score. A value or score head that the checkpoint lacks is made fresh, with a warning.
-      dtype: type of the computation, float32 or bfloat16. Parameters become float32 whatever the file's type.
+      dtype: type of the computation, float32 or bfloat16. Parameters are always float32.
       seed: of the fresh head.
     Returns:
       (model, {"params": tree}), layers stacked on a leading axis.
@@ -37,7 +37,7 @@ def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: i
     config, family = config_from_json(hf, where), family_of(hf, where)
     if isinstance(config, EncoderConfig) and head not in family.architectures:
         raise InputError(
-            f"{name_or_dir} is a {family.model_type} encoder, which sees the future and has no {head!r} head; "
+            f"{name_or_dir} is an encoder ({family.model_type}), which sees the future: it has no {head!r} head; "
             "use a decoder"
         )
     model = build_model(config, head=head, dtype=dtype)
@@ -87,7 +87,7 @@ def load_tokenizer(name_or_dir):
 
 
 def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
-    """All ids that end a response: the tokenizer's EOS, then those of generation_config.json (or config.json)."""
+    """Ids that end a response: the tokenizer's EOS, then those of generation_config.json (or config.json)."""
     directory = model_directory(name_or_dir)
     path = directory / "generation_config.json"
     listed = _read_json(path).get("eos_token_id") if path.is_file() else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -24,7 +26,9 @@ class KVCache:
         """The cache with the next slot open to attention and the counters moved on."""
         rows = jnp.arange(self.slot_B.shape[0])
         mask_BS = self.mask_BS.at[rows, self.slot_B].set(True)
-        return self.replace(mask_BS=mask_BS, slot_B=self.slot_B + 1, position_B=self.position_B + 1)
+        return dataclasses.replace(
+            self, mask_BS=mask_BS, slot_B=self.slot_B + 1, position_B=self.position_B + 1
+        )
 
 
 def fill_cache(pairs, mask_BP, length: int) -> KVCache:

@@ -21,6 +21,27 @@ ACTIVATIONS = {
 INIT_STDDEV = 0.02
 
 
+def normal(key, shape, dtype):
+    return INIT_STDDEV * jax.random.normal(key, shape, dtype)
+
+
+def parameter(module: nn.Module, name: str, shape, axes, dtype, init=normal) -> jax.Array:
+    """A parameter of the module, with the logical names of its axes."""
+    value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+    return value
+
+
+def product(x, kernel, inputs: int = 1, *, out: Any = None):
+    """x @ kernel over the last axes of x and the first axes of kernel; out is the type of the result."""
+    contract = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+    return lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=out)
+
+
+def spread(vector, ndim: int):
+    """The array with leading axes of size 1, up to ndim axes."""
+    return vector.reshape((1,) * (ndim - vector.ndim) + vector.shape)
+
+
 class Linear(nn.Module):
     """x @ kernel + bias, where kernel is [*inputs, *outputs] and x ends in the axes of inputs."""
 
@@ -34,25 +55,14 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x):
         n = len(self.inputs)
-        init = nn.with_logical_partitioning(normal, self.axes)
-        kernel = self.param("kernel", init, (*self.inputs, *self.outputs), self.param_dtype)
-        contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
-        y = lax.dot_general(x.astype(self.dtype), kernel.astype(self.dtype), (contract, ((), ())))
+        kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, self.param_dtype)
+        y = product(x.astype(self.dtype), kernel.astype(self.dtype), n)
         if self.use_bias:
             # A bias along the model width is small and added everywhere: never split.
             axes = tuple("norm" if axis == "embed" else axis for axis in self.axes[n:])
-            bias = self.param(
-                "bias",
-                nn.with_logical_partitioning(nn.initializers.zeros, axes),
-                self.outputs,
-                self.param_dtype,
-            )
-            y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+            bias = parameter(self, "bias", self.outputs, axes, self.param_dtype, nn.initializers.zeros)
+            y = y + spread(bias.astype(self.dtype), y.ndim)
         return y
-
-
-def normal(key, shape, dtype):
-    return INIT_STDDEV * jax.random.normal(key, shape, dtype)
 
 
 class Norm(nn.Module):
@@ -67,19 +77,14 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x):
         def vector(name, init):
-            value = self.param(
-                name, nn.with_logical_partitioning(init, ("norm",)), (self.width,), self.param_dtype
-            )
-            return value.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (self.width,))
+            value = parameter(self, name, (self.width,), ("norm",), self.param_dtype, init)
+            return spread(value.astype(jnp.float32), x.ndim)
 
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - y.mean(-1, keepdims=True)
-        y = (
-            y
-            * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
-            * vector("scale", nn.initializers.ones)
-        )
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+        y = y * vector("scale", nn.initializers.ones)
         if self.kind == "layer":
             y = y + vector("bias", nn.initializers.zeros)
         return y.astype(self.dtype)
@@ -95,17 +100,21 @@ class Table(nn.Module):
     param_dtype: Any = jnp.float32
 
     def setup(self):
-        init = nn.with_logical_partitioning(normal, (self.axis, "embed"))
-        self.embedding = self.param("embedding", init, (self.rows, self.width), self.param_dtype)
+        shape, axes = (self.rows, self.width), (self.axis, "embed")
+        self.embedding = parameter(self, "embedding", shape, axes, self.param_dtype)
 
     def __call__(self, ids):
         return self.embedding[ids].astype(self.dtype)
 
     def attend(self, x_BTD):
         """Float32 inner products with every row: the tied unembedding."""
-        contract = (((x_BTD.ndim - 1,), (1,)), ((), ()))
         table = self.embedding.astype(self.dtype)
-        return lax.dot_general(x_BTD.astype(self.dtype), table, contract, preferred_element_type=jnp.float32)
+        return lax.dot_general(
+            x_BTD.astype(self.dtype),
+            table,
+            (((x_BTD.ndim - 1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
 
 
 class Mlp(nn.Module):

@@ -23,8 +23,9 @@ def build_model(config: TransformerConfig | EncoderConfig, *, head: str, dtype: 
     name = jnp.dtype(dtype).name if not isinstance(dtype, str) else dtype
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}")
-    kind = Encoder if isinstance(config, EncoderConfig) else Transformer
-    return kind(config, head=head, dtype=jnp.dtype(name))
+    if isinstance(config, EncoderConfig):
+        return Encoder(config, head=head, dtype=jnp.dtype(name))
+    return Transformer(config, head=head, dtype=jnp.dtype(name))
 
 
 def init_model(

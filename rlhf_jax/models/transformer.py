@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -83,8 +84,10 @@ class Transformer(nn.Module):
         elif not c.tied:
             self.unembedding = Unembed(c.embed, c.vocab_size, *types)
 
-    def _layers(self):
+    def _layers(self) -> Any:
+        """One scanned block, or a list of blocks."""
         c, block = self.config, Block
+        broadcast: Any = (nn.broadcast, nn.broadcast)
         if self.remat:
             policy = jax.checkpoint_policies.nothing_saveable
             block = nn.remat(block, policy=policy, prevent_cse=not self.scan_layers, methods=["__call__"])
@@ -94,7 +97,7 @@ class Transformer(nn.Module):
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, nn.broadcast),
+            in_axes=broadcast,
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
             methods=["__call__", "prefill"],
@@ -154,7 +157,7 @@ class Transformer(nn.Module):
         for layer, pair in zip(self.layers, cache.layers, strict=True):
             x, pair = layer.decode(x, turn, pair, cache.mask_BS, slot_B)
             pairs.append(pair)
-        return self.unembed(self.final_norm(x[:, 0])), cache.replace(layers=tuple(pairs))
+        return self.unembed(self.final_norm(x[:, 0])), dataclasses.replace(cache, layers=tuple(pairs))
 
     def _embed(self, tokens_BT, mask_BT, length: int | None = None):
         """(x_BTD, rotation or None, bool mask_BT)."""
