@@ -15,14 +15,16 @@ from . import oracles
 B, T, V, D = 3, 7, 5, 4
 TOKENS = np.random.default_rng(0).integers(0, V, (B, T))
 
+logprobs_of, entropy_of = jax.jit(token_logprobs), jax.jit(entropy_from_logits)
+
 
 def test_by_hand():
     p = jnp.array([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]])
     np.testing.assert_allclose(
-        token_logprobs(jnp.log(p) + 3, jnp.array([[1, 2]])), np.log([[0.25, 0.8]]), rtol=1e-6
+        logprobs_of(jnp.log(p) + 3, jnp.array([[1, 2]])), np.log([[0.25, 0.8]]), rtol=1e-6
     )
     np.testing.assert_allclose(
-        entropy_from_logits(jnp.log(p) - 7),
+        entropy_of(jnp.log(p) - 7),
         [[1.5 * math.log(2), -0.2 * math.log(0.1) - 0.8 * math.log(0.8)]],
         rtol=1e-6,
     )
@@ -37,16 +39,16 @@ def test_by_loop():
                 p = np.exp(z[b, t]) / np.exp(z[b, t]).sum()
                 logprobs[b, t] = np.log(p[TOKENS[b, t]])
                 entropy[b, t] = -(p * np.log(p)).sum()
-        np.testing.assert_allclose(token_logprobs(z, TOKENS), logprobs, rtol=1e-12)
-        np.testing.assert_allclose(entropy_from_logits(z), entropy, rtol=1e-12)
+        np.testing.assert_allclose(logprobs_of(z, TOKENS), logprobs, rtol=1e-12)
+        np.testing.assert_allclose(entropy_of(z), entropy, rtol=1e-12)
 
 
 def test_slopes():
     with oracles.x64():
         z, w = oracles.normal(2, 1, 2, V), oracles.normal(3, 1, 2)
         for f in (
-            jax.jit(lambda z: (token_logprobs(z, TOKENS[:1, :2]) * w).sum()),
-            jax.jit(lambda z: (entropy_from_logits(z) * w).sum()),
+            jax.jit(lambda z: (logprobs_of(z, TOKENS[:1, :2]) * w).sum()),
+            jax.jit(lambda z: (entropy_of(z) * w).sum()),
         ):
             np.testing.assert_allclose(jax.grad(f)(z), oracles.slope(f, z), atol=1e-8)
 
@@ -54,25 +56,25 @@ def test_slopes():
 def test_an_offset_of_all_logits_costs_no_digits():
     """logsumexp(z) - sum(p z) of logits around 8192 would keep three digits of the entropy in float32."""
     z = np.random.default_rng(1).integers(-3, 4, (2, 3, V)).astype(np.float32)
-    np.testing.assert_array_equal(entropy_from_logits(z + 8192), entropy_from_logits(z))
-    np.testing.assert_array_equal(token_logprobs(z + 8192, TOKENS[:2, :3]), token_logprobs(z, TOKENS[:2, :3]))
+    np.testing.assert_array_equal(entropy_of(z + 8192), entropy_of(z))
+    np.testing.assert_array_equal(logprobs_of(z + 8192, TOKENS[:2, :3]), logprobs_of(z, TOKENS[:2, :3]))
 
 
 def test_impossible_tokens_add_nothing_to_the_entropy():
     z = jnp.array([[[1.0, 2.0, -jnp.inf, 0.5]]])
-    entropy, slope = jax.value_and_grad(lambda z: entropy_from_logits(z).sum())(z)
-    np.testing.assert_allclose(entropy, entropy_from_logits(z[..., jnp.array([0, 1, 3])])[0, 0], rtol=1e-6)
+    entropy, slope = jax.value_and_grad(lambda z: entropy_of(z).sum())(z)
+    np.testing.assert_allclose(entropy, entropy_of(z[..., jnp.array([0, 1, 3])])[0, 0], rtol=1e-6)
     assert np.isfinite(slope).all()
 
 
 def test_ids_outside_the_vocabulary_in_padding_leave_the_slope_alone():
     z, mask = oracles.normal(4, B, T, V).astype(np.float32), np.arange(T) < np.array([[7], [3], [0]])
-    f = jax.jit(jax.grad(lambda z, tokens: masked_mean(token_logprobs(z, tokens), mask)))
+    f = jax.jit(jax.grad(lambda z, tokens: masked_mean(logprobs_of(z, tokens), mask)))
     for pad in (-100, V, -1):
         np.testing.assert_array_equal(f(z, np.where(mask, TOKENS, pad)), f(z, np.where(mask, TOKENS, 0)))
 
 
-@pytest.mark.parametrize("f", [lambda z: token_logprobs(z, TOKENS), entropy_from_logits])
+@pytest.mark.parametrize("f", [lambda z: logprobs_of(z, TOKENS), entropy_of])
 def test_bfloat16_logits_are_raised_before_the_softmax(f):
     z = jnp.asarray(oracles.normal(5, B, T, V) * 5, jnp.bfloat16)
     assert f(z).dtype == jnp.float32
@@ -81,16 +83,25 @@ def test_bfloat16_logits_are_raised_before_the_softmax(f):
 
 def plain(hidden, table, tokens, temperature):
     z = hidden @ table / temperature
-    return token_logprobs(z, tokens), entropy_from_logits(z)
+    return logprobs_of(z, tokens), entropy_of(z)
 
 
 def chunked(hidden, table, tokens, temperature, chunk):
     return chunked_logprobs(hidden, lambda h: h @ table, tokens, temperature=temperature, chunk=chunk)
 
 
-def scalar(logprobs, entropy):
+def values_and_slopes(f):
+    """Log-probs and entropy, and the slopes of a weighted sum of both by hidden states and table."""
     weights = oracles.normal(6, 2, B, T)
-    return (logprobs * weights[0] + entropy * weights[1]).sum()
+
+    def scalar(hidden, table):
+        logprobs, entropy = f(hidden, table)
+        return (logprobs * weights[0] + entropy * weights[1]).sum(), (logprobs, entropy)
+
+    return jax.jit(jax.value_and_grad(scalar, (0, 1), has_aux=True))
+
+
+plain_form = values_and_slopes(lambda hidden, table: plain(hidden, table, TOKENS, 0.7))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +110,8 @@ def scalar(logprobs, entropy):
 def test_chunks_equal_the_plain_form_with_slopes(chunk):
     with oracles.x64():
         hidden, table = oracles.normal(7, B, T, D), oracles.normal(8, D, V)
-        got = chunked(hidden, table, TOKENS, 0.7, chunk)
-        for x, y in zip(got, plain(hidden, table, TOKENS, 0.7), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
-        got = jax.grad(lambda h, w: scalar(*chunked(h, w, TOKENS, 0.7, chunk)), (0, 1))(hidden, table)
-        expected = jax.grad(lambda h, w: scalar(*plain(h, w, TOKENS, 0.7)), (0, 1))(hidden, table)
-        for x, y in zip(got, expected, strict=True):
+        got = values_and_slopes(lambda h, w: chunked(h, w, TOKENS, 0.7, chunk))(hidden, table)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(plain_form(hidden, table)), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
 
 

@@ -12,6 +12,8 @@ from rlhf_jax.losses import AGGREGATIONS, counts, masked_mean, masked_whiten, to
 from . import oracles
 from .oracles import MASK, B, T
 
+whiten = jax.jit(masked_whiten)
+
 
 def test_masked_mean_by_hand():
     x, mask = jnp.array([[1.0, 2.0, 100.0], [5.0, 100.0, 100.0]]), jnp.array([[1, 1, 0], [0, 0, 0]], bool)
@@ -31,7 +33,7 @@ def test_masked_mean_of_nothing_is_0_with_zero_slope():
 def test_mask_kinds_are_equal(kind):
     x = oracles.normal(0, B, T).astype(np.float32)
     np.testing.assert_allclose(masked_mean(x, MASK.astype(kind)), x[MASK].mean(), rtol=1e-6)
-    np.testing.assert_array_equal(masked_whiten(x, MASK.astype(kind)), masked_whiten(x, MASK))
+    np.testing.assert_array_equal(whiten(x, MASK.astype(kind)), whiten(x, MASK))
     assert {k: int(v) for k, v in counts(MASK.astype(kind)).items()} == {"tokens": 11, "rows": 3}
 
 
@@ -43,7 +45,7 @@ def test_long_masks_in_bfloat16_are_counted_exactly():
 
 
 def test_whiten_by_hand():
-    whitened = masked_whiten(jnp.array([1.0, 7.0, 3.0]), jnp.array([True, False, True]))  # mean 2, variance 2
+    whitened = whiten(jnp.array([1.0, 7.0, 3.0]), jnp.array([True, False, True]))  # mean 2, variance 2
     np.testing.assert_allclose(whitened, [-(0.5**0.5), 0, 0.5**0.5], rtol=1e-6)
 
 
@@ -52,32 +54,29 @@ def test_whiten_uses_the_unbiased_variance():
         x = oracles.normal(1, B, T) * 3 + 5
         valid = x[MASK]
         expected = np.where(MASK, (x - valid.mean()) / np.sqrt(valid.var(ddof=1) + 1e-8), 0)
-        np.testing.assert_allclose(masked_whiten(x, MASK), expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(whiten(x, MASK), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("valid", [0, 1])
 def test_whiten_of_fewer_than_two_entries_is_0(valid):
     mask = jnp.arange(5) < valid
-    value, slope = jax.value_and_grad(lambda x: masked_whiten(x, mask).sum())(jnp.array([3.0, 1, 4, 1, 5]))
-    np.testing.assert_array_equal(masked_whiten(jnp.array([3.0, 1, 4, 1, 5]), mask), np.zeros(5))
+    value, slope = jax.value_and_grad(lambda x: whiten(x, mask).sum())(jnp.array([3.0, 1, 4, 1, 5]))
+    np.testing.assert_array_equal(whiten(jnp.array([3.0, 1, 4, 1, 5]), mask), np.zeros(5))
     assert value == 0
     assert np.isfinite(slope).all()
 
 
 def test_whiten_of_equal_entries_is_0():
     """The float32 mean of 1000 times 100.1 is off by 1e-5, which dividing by sqrt(1e-8) made 0.1."""
-    whitened = masked_whiten(jnp.full(1000, 100.1), jnp.ones(1000))
+    whitened = whiten(jnp.full(1000, 100.1), jnp.ones(1000))
     np.testing.assert_allclose(whitened, np.zeros(1000), atol=1e-6)
 
 
 def test_whiten_slope():
     with oracles.x64():
         weights, x = oracles.normal(2, B, T), oracles.normal(3, B, T)
-        f = jax.jit(lambda x: (masked_whiten(x, MASK) * weights).sum())
+        f = jax.jit(lambda x: (whiten(x, MASK) * weights).sum())
         np.testing.assert_allclose(jax.grad(f)(x), oracles.slope(f, x), atol=1e-8)
-
-
-whiten = jax.jit(masked_whiten)
 
 
 @settings(max_examples=60, deadline=None)
