@@ -17,7 +17,9 @@ from rlhf_jax.types import Prompts, Rollout
 class Decoder(NamedTuple):
     """What generation needs of a policy, as two pure functions."""
 
-    prefill: Callable[..., Any]  # (params, tokens_BP, mask_BP, cache_length) -> (logits_BV of the last token, cache)
+    prefill: Callable[
+        ..., Any
+    ]  # (params, tokens_BP, mask_BP, cache_length) -> (logits_BV of the last token, cache)
     decode: Callable[..., Any]  # (params, token_B, cache) -> (logits_BV, cache)
 
 

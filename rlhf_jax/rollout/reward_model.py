@@ -20,7 +20,7 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.rollout.score import with_final_eos
 from rlhf_jax.sharding.mesh import View
-from rlhf_jax.sharding.rules import batch_sharding, sharding_scope
+from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.types import Rollout
 
 WIDTH_STEP = 64  # texts are padded to a multiple of this, so that few widths are compiled
@@ -29,7 +29,9 @@ WIDTH_STEP = 64  # texts are padded to a multiple of this, so that few widths ar
 class Scorer(Protocol):
     """Raw scores of responses, float32 `[B]`."""
 
-    def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray: ...
+    def __call__(
+        self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]
+    ) -> np.ndarray: ...
 
 
 class RewardModel:
@@ -61,14 +63,13 @@ class RewardModel:
         self.batch_size = -(-batch_size // shards) * shards
 
         def score(params, tokens_BT, mask_BT):
-            with sharding_scope(view):
-                return model.apply({"params": params}, tokens_BT, mask_BT)
+            return model.apply({"params": params}, tokens_BT, mask_BT)
 
         def score_rollout(params, rollout):
             return score(params, *with_final_eos(rollout, renderer.eos_id))
 
-        self._score = jax.jit(score)
-        self._score_rollout = jax.jit(score_rollout)
+        self._score = in_view(view, score)
+        self._score_rollout = in_view(view, score_rollout)
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Any:
         if self.reads_rollouts:
@@ -81,7 +82,9 @@ class RewardModel:
         Raises:
           InputError: a response alone is longer than max_length.
         """
-        rows = [self.renderer.dialogue(*pair, self.max_length) for pair in zip(prompts, responses, strict=True)]
+        rows = [
+            self.renderer.dialogue(*pair, self.max_length) for pair in zip(prompts, responses, strict=True)
+        ]
         if None in rows:
             raise InputError(
                 f"a response alone is longer than reward.max_length={self.max_length} tokens of the reward model; raise it"
@@ -95,7 +98,7 @@ class RewardModel:
         for start in range(0, len(rows), self.batch_size):
             index = by_length[start : start + self.batch_size]
             batch = [rows[i] for i in index] + [rows[index[0]]] * (self.batch_size - len(index))
-            width = min(width_for(max(map(len, batch)), WIDTH_STEP), self.max_length)
+            width = width_for(max(map(len, batch)), WIDTH_STEP, self.max_length)
             arrays = jax.device_put(pad_rows(batch, width, "right", 0), batch_sharding(self.view))
             scores[index] = np.asarray(self._score(self.params, *arrays))[: len(index)]
         return scores
@@ -111,11 +114,15 @@ class RewardFunction:
         self.name = name
         self._function = _import_function(name)
 
-    def __call__(self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
+    def __call__(
+        self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
+    ) -> np.ndarray:
         messages = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts]
         scores = np.asarray(self._function(messages, list(responses)), np.float32)
         if scores.shape != (len(responses),):
-            raise InputError(f"{self.name} gave shape {scores.shape} for {len(responses)} responses; return one number each")
+            raise InputError(
+                f"{self.name} gave shape {scores.shape} for {len(responses)} responses; return one number each"
+            )
         if not np.isfinite(scores).all():
             row = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise InputError(f"{self.name} gave {scores[row]} for response {row}; return finite numbers")
@@ -127,7 +134,9 @@ def _import_function(name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"reward.function={name!r} cannot be imported ({error}); give it as module:function") from error
+        raise InputError(
+            f"reward.function={name!r} cannot be imported ({error}); give it as module:function"
+        ) from error
     if not callable(found):
         raise InputError(f"reward.function={name!r} is not a function")
     return found

@@ -48,7 +48,9 @@ def invert_cdf(logits_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     cdf_BN = jnp.cumsum(weight_BNW.sum(-1), axis=-1)
     point_B = uniform_B * cdf_BN[:, -1]
     block_B = _first_above(cdf_BN, point_B)
-    start_B = jnp.where(block_B > 0, jnp.take_along_axis(cdf_BN, jnp.maximum(block_B - 1, 0)[:, None], 1)[:, 0], 0.0)
+    start_B = jnp.where(
+        block_B > 0, jnp.take_along_axis(cdf_BN, jnp.maximum(block_B - 1, 0)[:, None], 1)[:, 0], 0.0
+    )
     cdf_BW = jnp.cumsum(jnp.take_along_axis(weight_BNW, block_B[:, None, None], 1)[:, 0], axis=-1)
     return (block_B * BLOCK + _first_above(cdf_BW, point_B - start_B)).astype(jnp.int32)
 

@@ -49,7 +49,9 @@ def response_values(model: nn.Module, params: Any, rollout: Rollout) -> tuple[ja
     """
     T = rollout.mask_BT.shape[1]
     values_BS = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS)
-    final_B = jnp.take_along_axis(values_BS[:, -T:], jnp.maximum(rollout.length_B - 1, 0)[:, None], axis=1)[:, 0]
+    final_B = jnp.take_along_axis(values_BS[:, -T:], jnp.maximum(rollout.length_B - 1, 0)[:, None], axis=1)[
+        :, 0
+    ]
     return values_BS[:, -T - 1 : -1], final_B
 
 

@@ -16,8 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from rlhf_jax.errors import InputError
-
 ROLE_AXES = ("data", "fsdp", "tensor")
 
 
@@ -51,30 +49,15 @@ def prime_factors(number: int) -> list[int]:
     return factors
 
 
-def resolve_shape(shape: Mapping[str, int], devices: int, role: str) -> dict[str, int]:
-    """The shape with -1 replaced by what is left of the devices.
-
-    Raises:
-      InputError: the shape does not cover the devices exactly.
-    """
-    fixed = math.prod(size for size in shape.values() if size != -1)
-    if -1 in shape.values() and devices % fixed == 0:
-        shape = {axis: devices // fixed if size == -1 else size for axis, size in shape.items()}
-    if math.prod(shape.values()) != devices:
-        asked = " x ".join(f"{axis} {size}" for axis, size in shape.items())
-        raise InputError(
-            f"placement.{role} asks for {asked}, which does not cover {devices} devices; use sizes whose product is {devices}"
-        )
-    return dict(shape)
-
-
 def training_view(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> View:
     """The grid, factored along the training shape, and the training role's view of it.
 
     `tensor` takes the last axes, hence neighbouring devices, and `data` the first.
+
+    Args:
+      shape: sizes of data, fsdp and tensor, whose product is the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = resolve_shape(shape, len(devices), "train")
     factors = {axis: prime_factors(shape[axis]) for axis in ROLE_AXES}
     sizes = [size for axis in ROLE_AXES for size in factors[axis]] or [1]
     names = [f"grid{i}" for i in range(len(sizes))]
@@ -85,13 +68,12 @@ def training_view(shape: Mapping[str, int], devices: Sequence[jax.Device] | None
     return View(mesh, **{axis: tuple(next(rest) for _ in factors[axis]) for axis in ROLE_AXES})
 
 
-def regroup(view: View, shape: Mapping[str, int], role: str) -> View:
+def regroup(view: View, shape: Mapping[str, int]) -> View:
     """Another shape over the same grid, chosen so that each device keeps what it has.
 
     The new tensor axis takes the major axes of the old one first, then fsdp's, then data's: where the shapes are nested,
     each device's shard in `view` is a part of its shard in the new view.
     """
-    shape = resolve_shape(shape, view.mesh.size, role)
     rest = [axis for role_axis in ("tensor", "fsdp", "data") for axis in getattr(view, role_axis)]
 
     def take(size: int, candidates: list[str]) -> tuple[str, ...]:
@@ -105,5 +87,7 @@ def regroup(view: View, shape: Mapping[str, int], role: str) -> View:
         return tuple(taken)
 
     tensor = take(shape["tensor"], rest)
-    fsdp = take(shape["fsdp"], [axis for axis in view.fsdp if axis in rest] + [a for a in rest if a not in view.fsdp])
+    fsdp = take(
+        shape["fsdp"], [axis for axis in view.fsdp if axis in rest] + [a for a in rest if a not in view.fsdp]
+    )
     return View(view.mesh, tuple(axis for axis in view.mesh.axis_names if axis in rest), fsdp, tensor)

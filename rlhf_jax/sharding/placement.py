@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import jax
 
-from rlhf_jax.settings import Layout, Placement
+from rlhf_jax.checks import layouts, resolve
+from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View, regroup, training_view
 
 
@@ -22,22 +23,19 @@ class Views:
     reward: View
 
 
-def make_views(placement: Placement, devices: Sequence[jax.Device] | None = None) -> Views:
+def make_views(config: Config, devices: Sequence[jax.Device] | None = None) -> Views:
     """Views of the given devices, or of all.
 
     Raises:
-      InputError: a shape does not cover the devices.
+      InputError: a layout does not cover the devices.
     """
-    train = training_view(dataclasses.asdict(placement.train), devices)
-
-    def view(layout: Layout | None, role: str) -> View:
-        same = layout is None or layout == placement.train
-        return train if same else regroup(train, dataclasses.asdict(layout), role)
-
-    return Views(
-        train=train,
-        generate=view(placement.generate, "generate"),
-        critic=view(placement.critic, "critic"),
-        reference=view(placement.reference, "reference"),
-        reward=view(placement.reward, "reward"),
-    )
+    devices = jax.devices() if devices is None else devices
+    shapes = {
+        role: dataclasses.asdict(resolve(role, layout, len(devices)))
+        for role, layout in layouts(config).items()
+    }
+    train = training_view(shapes["train"], devices)
+    views = {
+        role: train if shape == shapes["train"] else regroup(train, shape) for role, shape in shapes.items()
+    }
+    return Views(**views)

@@ -16,7 +16,10 @@ def make_reshard(shardings: Any, transform: Callable[[Any], Any] = lambda tree: 
 
 
 def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [(cut.start or 0, size if cut.stop is None else cut.stop) for cut, size in zip(index, shape, strict=True)]
+    return [
+        (cut.start or 0, size if cut.stop is None else cut.stop)
+        for cut, size in zip(index, shape, strict=True)
+    ]
 
 
 def moved_elements(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> int:
@@ -37,5 +40,7 @@ def moved_bytes(tree: Any, source: Any, target: Any) -> int:
     """Bytes that the busiest device receives when `tree` goes from its source to its target shardings."""
     return sum(
         moved_elements(a, b, leaf.shape) * leaf.dtype.itemsize
-        for leaf, a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(source), jax.tree.leaves(target), strict=True)
+        for leaf, a, b in zip(
+            jax.tree.leaves(tree), jax.tree.leaves(source), jax.tree.leaves(target), strict=True
+        )
     )

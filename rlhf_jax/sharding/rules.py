@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +47,9 @@ def partition(view: View, axes: Sequence[str | None], shape: Sequence[int]) -> P
     entries = []
     for axis, size in zip(axes, shape, strict=True):
         if axis is not None and axis not in RULES:
-            raise KeyError(f"logical axis {axis!r} has no rule; add it to RULES in {__name__} (known: {', '.join(RULES)})")
+            raise KeyError(
+                f"logical axis {axis!r} has no rule; add it to RULES in {__name__} (known: {', '.join(RULES)})"
+            )
         role_axes = RULES[axis] if axis is not None else ()
         entries.append(view.grid_axes(role_axes) if size % view.size(*role_axes) == 0 else ())
     return PartitionSpec(*(entry or None for entry in entries))
@@ -64,7 +67,10 @@ def parameter_shardings(view: View, axes: Any, shapes: Any) -> Any:
       axes: tree of tuples of logical axis names.   shapes: the same tree of arrays or ShapeDtypeStructs.
     """
     return jax.tree.map(
-        lambda names, leaf: NamedSharding(view.mesh, partition(view, names, leaf.shape)), axes, shapes, is_leaf=is_axes
+        lambda names, leaf: NamedSharding(view.mesh, partition(view, names, leaf.shape)),
+        axes,
+        shapes,
+        is_leaf=is_axes,
     )
 
 
@@ -77,7 +83,9 @@ def replicated_dimensions(view: View, axes: Any, shapes: Any) -> list[str]:
         for name, size in zip(names, leaf.shape, strict=True):
             shards = view.size(*RULES[name]) if name is not None else 1
             if size % shards:
-                found.append(f"{jax.tree_util.keystr(path)}: {name} {size} is not divisible by {shards}, kept whole")
+                found.append(
+                    f"{jax.tree_util.keystr(path)}: {name} {size} is not divisible by {shards}, kept whole"
+                )
     return found
 
 
@@ -109,3 +117,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if view is None or view.mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(view.mesh, partition(view, axes, x.shape)))
+
+
+def in_view(view: View, function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
+    """`function`, jitted, its activations constrained to this view."""
+
+    @functools.wraps(function, assigned=("__name__", "__doc__"))
+    def scoped(*args):
+        with sharding_scope(view):
+            return function(*args)
+
+    return jax.jit(scoped, **jit_options)

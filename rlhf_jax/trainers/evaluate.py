@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,13 +13,13 @@ import numpy as np
 from rlhf_jax.data.batches import pad_rows, sequential_batches
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
-from rlhf_jax.rollout.reward_model import Scorer
+from rlhf_jax.rollout.reward_model import Scale, Scorer
 from rlhf_jax.settings import Eval
-from rlhf_jax.settings import Rollout as RolloutSettings
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import batch_sharding
-from rlhf_jax.trainers.ppo_steps import Sampler
-from rlhf_jax.types import Prompts
+from rlhf_jax.trainers.inputs import Gold
+from rlhf_jax.trainers.ppo_steps import PolicySteps
+from rlhf_jax.types import Prompts, Rollout
 
 BOOTSTRAP_DRAWS = 10_000
 
@@ -55,60 +55,61 @@ def prompt_batch(rows: Sequence[list[int]], row_ids: np.ndarray, *, width: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Samples responses to held-out prompts and scores them."""
+    """Samples responses to held-out prompts, scores them, and measures their KL to the reference."""
 
-    sampler: Sampler
-    reference_logprobs: Callable[[Any, Any], jax.Array]
+    steps: PolicySteps
     reference_params: Any
     renderer: Renderer
     scorer: Scorer
-    standardise: Callable[[np.ndarray], np.ndarray]
-    gold: Callable[[Dialogue, str], float] | None
-    view: View  # of generation
-    to_train: Callable[[Any], Any]
+    scale: Scale
+    gold: Gold | None
     settings: Eval
-    rollout: RolloutSettings
-    key: jax.Array
+    prompt_length: int
+    key: jax.Array  # the same at every call, so that two policies are compared in pairs
 
     def __call__(self, params: Any, prompts: Sequence[Dialogue]) -> list[Response]:
-        """`settings.samples` responses to each prompt. The same key every time, so that two policies are compared in pairs."""
-        generation_params = self.sampler.reshard(params)
+        """`settings.samples` responses to each prompt from parameters that are placed for training."""
+        view = self.steps.views.generate
+        generation_params = self.steps.sampler.reshard(params)
+        rows = [self.renderer.prompt(prompt, self.prompt_length) for prompt in prompts]
         tasks = [(i, s) for i in range(len(prompts)) for s in range(self.settings.samples)]
-        shards = self.view.size("data", "fsdp")
+        shards = view.size("data", "fsdp")
         size = -(-min(self.settings.batch_size, len(tasks)) // shards) * shards
-        rendered = [self.renderer.prompt(prompt, self.rollout.prompt_length) for prompt in prompts]
         responses = []
         for index, valid in sequential_batches(len(tasks), size):
-            rows = [tasks[i] for i in index]
-            batch = prompt_batch(
-                [rendered[i] for i, _ in rows], index, width=self.rollout.prompt_length, view=self.view
-            )
-            rollout = self.to_train(self.sampler.generate(generation_params, batch, self.key))
-            ref_logprobs_BT = self.reference_logprobs(self.reference_params, rollout)
-            kl_B = jnp.where(rollout.mask_BT, rollout.logprobs_BT - ref_logprobs_BT, 0.0).sum(-1)
-            texts = response_texts(self.renderer, rollout)
-            scores_B = self.standardise(np.asarray(self.scorer(rollout, [prompts[i] for i, _ in rows], texts)))
-            kl_B, length_B, truncated_B = jax.device_get((kl_B, rollout.length_B, rollout.truncated_B))
-            for b in np.flatnonzero(valid):
-                prompt_id, sample = rows[b]
-                prompt = prompts[prompt_id]
-                responses.append(
-                    Response(
-                        prompt_id=prompt_id,
-                        sample=sample,
-                        prompt=prompt,
-                        text=texts[b],
-                        score=float(scores_B[b]),
-                        gold=None if self.gold is None else float(self.gold(prompt, texts[b])),
-                        length=int(length_B[b]),
-                        truncated=bool(truncated_B[b]),
-                        kl=float(kl_B[b]),
-                    )
-                )
+            ids = [tasks[i][0] for i in index]
+            batch = prompt_batch([rows[i] for i in ids], index, width=self.prompt_length, view=view)
+            rollout = self.steps.to_train(self.steps.sampler.generate(generation_params, batch, self.key))
+            scored = self._score(rollout, [prompts[i] for i in ids])
+            responses += [self._response(tasks[index[b]], prompts, scored, b) for b in np.flatnonzero(valid)]
         return responses
 
+    def _score(self, rollout: Rollout, prompts: Sequence[Dialogue]) -> tuple[Any, ...]:
+        ref_logprobs_BT = self.steps.reference_logprobs(self.reference_params, rollout)
+        kl_B = jnp.where(rollout.mask_BT, rollout.logprobs_BT - ref_logprobs_BT, 0.0).sum(-1)
+        texts = response_texts(self.renderer, rollout)
+        scores_B = self.scale(np.asarray(self.scorer(rollout, prompts, texts)))
+        return texts, scores_B, *jax.device_get((kl_B, rollout.length_B, rollout.truncated_B))
 
-def response_texts(renderer: Renderer, rollout: Any) -> list[str]:
+    def _response(
+        self, task: tuple[int, int], prompts: Sequence[Dialogue], scored: tuple[Any, ...], b: int
+    ) -> Response:
+        texts, scores_B, kl_B, length_B, truncated_B = scored
+        prompt = prompts[task[0]]
+        return Response(
+            prompt_id=task[0],
+            sample=task[1],
+            prompt=prompt,
+            text=texts[b],
+            score=float(scores_B[b]),
+            gold=None if self.gold is None else float(self.gold(prompt, texts[b])),
+            length=int(length_B[b]),
+            truncated=bool(truncated_B[b]),
+            kl=float(kl_B[b]),
+        )
+
+
+def response_texts(renderer: Renderer, rollout: Rollout) -> list[str]:
     """The responses of a rollout as text. Copies the tokens to the host."""
     tokens_BT, length_B = jax.device_get((rollout.response_BT, rollout.length_B))
     return [renderer.text(tokens_T[:length]) for tokens_T, length in zip(tokens_BT, length_B, strict=True)]

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 
 class StopRequest:
@@ -39,6 +40,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def exit_code(request: StopRequest) -> int:
-    """143 after SIGTERM, 130 after SIGINT: 128 + the signal's number, as shells have it."""
-    return 128 + (request.signal or 0)
+def stopped(request: StopRequest, run_dir: Any) -> NoReturn:
+    """Says how to go on and leaves with 143 after SIGTERM, 130 after SIGINT: 128 + the signal's number, as shells have it."""
+    print(f"stopped; the state is saved in {run_dir}: the same command goes on from there", flush=True)
+    raise SystemExit(128 + (request.signal or 0))

@@ -17,6 +17,10 @@ from rlhf_jax.sharding.rules import replicated
 Metrics = dict[str, jax.Array]
 
 
+class Diverged(RuntimeError):
+    """Too many updates in a row were not finite. The last good state is saved."""
+
+
 @struct.dataclass
 class TrainState:
     """Parameters and their optimizer. `params` and the moments lie in the same layout."""
@@ -44,7 +48,9 @@ def make_schedule(peak: float, *, steps: int, warmup_steps: int, schedule: str) 
     return optax.join_schedules([rise, after], [warmup_steps])
 
 
-def make_optimizer(learning_rate: optax.Schedule, *, weight_decay: float, max_grad_norm: float) -> optax.GradientTransformation:
+def make_optimizer(
+    learning_rate: optax.Schedule, *, weight_decay: float, max_grad_norm: float
+) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) behind a clip of the global norm.
 
     Weight decay acts on matrices only, not on norms and biases.
@@ -85,7 +91,9 @@ def init_state(tx: optax.GradientTransformation, params: Any, shardings: TrainSt
     return TrainState(params=params, opt_state=opt_state, steps=steps, bad_steps=bad_steps)
 
 
-def accumulate(loss: Callable[..., tuple[jax.Array, Metrics]], params: Any, batch: Any, micro_batch_size: int | None):
+def accumulate(
+    loss: Callable[..., tuple[jax.Array, Metrics]], params: Any, batch: Any, micro_batch_size: int | None
+):
     """Value and gradient of a loss that is a weighted sum over rows, a few rows at a time.
 
     The loss carries the whole batch's denominator, so that accumulation only adds: micro-batches change rounding, nothing else.

@@ -94,7 +94,9 @@ def make_experience(
     return experience, _rollout_metrics(rollout, statistics, rewards_BT, returns_BT)
 
 
-def _rollout_metrics(rollout: Rollout, statistics: Statistics, rewards_BT: jax.Array, returns_BT: jax.Array) -> Metrics:
+def _rollout_metrics(
+    rollout: Rollout, statistics: Statistics, rewards_BT: jax.Array, returns_BT: jax.Array
+) -> Metrics:
     """Metrics of the policy that sampled. Sums a response are averaged over the responses."""
     mask_BT = rollout.mask_BT
 
@@ -124,8 +126,8 @@ def _rollout_metrics(rollout: Rollout, statistics: Statistics, rewards_BT: jax.A
 def actor_loss(
     params: Any,
     experience: Experience,
-    kl_coef: jax.Array,
     *,
+    kl_coef: jax.Array,
     model: nn.Module,
     ppo: Ppo,
     temperature: float,

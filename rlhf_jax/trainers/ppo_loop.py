@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,22 +14,18 @@ import numpy as np
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.data.batches import batch_indices
 from rlhf_jax.data.messages import Dialogue
-from rlhf_jax.data.rendering import Renderer
+from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog, Progress
-from rlhf_jax.rollout.reward_model import Scale, Scorer
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views
 from rlhf_jax.trainers.evaluate import Evaluator, prompt_batch, response_texts
-from rlhf_jax.trainers.interrupt import StopRequest, exit_code, stop_on_signal
+from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
+from rlhf_jax.trainers.optimizer import Diverged
 from rlhf_jax.trainers.ppo import Learner, Statistics
 from rlhf_jax.trainers.ppo_steps import PpoSteps
-from rlhf_jax.trainers.timing import CompileClock, PhaseTimer
+from rlhf_jax.trainers.timing import CompileClock, PhaseTimer, peak_flops
 
 PHASE = "ppo"
-
-
-class Diverged(RuntimeError):
-    """Too many updates in a row were not finite. The last good state is saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +35,13 @@ class PpoTask:
     config: Config
     views: Views
     steps: PpoSteps
-    renderer: Renderer
-    reference_params: Any
-    scorer: Scorer
-    scale: Scale
+    evaluator: Evaluator  # holds the reference, the scorer and the renderer
     prompts: Sequence[Dialogue]
     held_out: Sequence[Dialogue]
-    evaluator: Evaluator
-    gold: Callable[[Dialogue, str], float] | None
-    save_policy: Callable[[Any], None]  # exports actor parameters as the best policy
-    flops: Callable[[np.ndarray, np.ndarray], float]  # model FLOPs of an iteration, from prompt and response lengths
+    save_policy: Callable[[Any, int], None]  # exports actor parameters of a step as the best policy
+    flops: (
+        Callable[[np.ndarray, np.ndarray], float] | None
+    )  # of an iteration, from prompt and response lengths
 
 
 def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, clock: CompileClock) -> Learner:
@@ -55,9 +49,12 @@ def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, cl
     config = task.config
     checkpoints = Checkpoints(run_dir, PHASE, keep=config.run.keep)
     learner, best = _resume(task, checkpoints, learner, log)
-    progress = Progress("PPO", config.ppo.iterations)
-    pending = _Pending(task, log, progress)
-    with stop_on_signal() as stop:
+    with (
+        Progress(PHASE) as progress,
+        stop_on_signal() as stop,
+        _saving_if_diverged(checkpoints, log, lambda: (learner, best)),
+    ):
+        pending = _Pending(task, log, progress)
         for iteration in range(int(learner.iteration), config.ppo.iterations):
             started, compiled = time.perf_counter(), clock.seconds
             timed = PhaseTimer(clock, enabled=_due(iteration, config.run.profile_every))
@@ -73,42 +70,66 @@ def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, cl
                 pending.flush(learner)
                 _save(checkpoints, learner, best, log)
             if stop and not last:
-                _say_goodbye(stop, run_dir)
+                stopped(stop, run_dir)
         pending.flush(learner)
     if not config.eval.every:
-        task.save_policy(learner.actor.params)
+        task.save_policy(learner.actor.params, config.ppo.iterations)
     checkpoints.close()
     return learner
+
+
+def export_latest(task: PpoTask, run_dir: Any, learner: Learner) -> None:
+    """Exports the actor of the newest checkpoint.
+
+    Raises:
+      InputError: there is none.
+    """
+    checkpoints = Checkpoints(run_dir, PHASE, keep=task.config.run.keep)
+    step = checkpoints.latest_step()
+    if step is None:
+        raise InputError(f"{checkpoints.directory} holds no checkpoint; run `rlhf-jax ppo` first")
+    learner, _ = checkpoints.restore(step, learner)
+    task.save_policy(learner.actor.params, step)
 
 
 def iterate(
     task: PpoTask, learner: Learner, iteration: int, timed: PhaseTimer
 ) -> tuple[Learner, dict[str, jax.Array]]:
     """One iteration. Randomness is a function of (run.seed, iteration) alone."""
-    steps, config = task.steps, task.config
-    generate_key, shuffle_key = jax.random.split(jax.random.fold_in(jax.random.key(config.run.seed), iteration))
+    steps, policy, config = task.steps, task.steps.policy, task.config
+    judge = task.evaluator
+    generate_key, shuffle_key = jax.random.split(
+        jax.random.fold_in(jax.random.key(config.run.seed), iteration)
+    )
     batch = batch_indices(
-        iteration, count=len(task.prompts), batch_size=config.ppo.batch_size, seed=config.run.seed, what="prompts"
+        iteration,
+        count=len(task.prompts),
+        batch_size=config.ppo.batch_size,
+        seed=config.run.seed,
+        what="prompts",
     )
     messages = [task.prompts[i] for i in batch]
-    rows = [task.renderer.prompt(prompt, config.rollout.prompt_length) for prompt in messages]
+    rows = [judge.renderer.prompt(prompt, config.rollout.prompt_length) for prompt in messages]
     prompts = prompt_batch(
         rows, np.arange(len(rows)), width=config.rollout.prompt_length, view=task.views.generate
     )
 
-    generation_params = timed("reshard", steps.sampler.reshard, learner.actor.params)
-    rollout = steps.to_train(timed("gen", steps.sampler.generate, generation_params, prompts, generate_key))
+    generation_params = timed("reshard", policy.sampler.reshard, learner.actor.params)
+    rollout = policy.to_train(timed("gen", policy.sampler.generate, generation_params, prompts, generate_key))
     del generation_params
-    old_logprobs_BT = timed("old", steps.logprobs, learner.actor.params, rollout)
-    ref_logprobs_BT = timed("ref", steps.reference_logprobs, task.reference_params, rollout)
+    old_logprobs_BT = timed("old", policy.logprobs, learner.actor.params, rollout)
+    ref_logprobs_BT = timed("ref", policy.reference_logprobs, judge.reference_params, rollout)
     values_BT, final_values_B = timed("values", steps.values, learner.critic.params, rollout)
-    raw_B = timed("reward", lambda: task.scorer(rollout, messages, response_texts(task.renderer, rollout)))
-    scores_B = jax.device_put(task.scale(raw_B), rollout.truncated_B.sharding)
+    texts = response_texts(judge.renderer, rollout)
+    scores_B = judge.scale(timed("reward", judge.scorer, rollout, messages, texts))
+    scores_B = jax.device_put(scores_B, rollout.truncated_B.sharding)
 
     statistics = Statistics(scores_B, old_logprobs_BT, ref_logprobs_BT, values_BT, final_values_B)
     with jax.transfer_guard("disallow"):
         experience, metrics = timed("adv", steps.experience, rollout, statistics, learner.kl_coef)
-        critic, critic_metrics = timed("update_critic", steps.update_critic, learner.critic, experience, shuffle_key)
+        critic, critic_metrics = timed(
+            "update_critic", steps.update_critic, learner.critic, experience, shuffle_key
+        )
         actor, actor_metrics = learner.actor, {}
         if iteration >= config.critic.warmup_iterations:
             actor, actor_metrics = timed(
@@ -117,7 +138,15 @@ def iterate(
         learner = steps.advance(learner.replace(actor=actor, critic=critic), metrics["reward/kl"])
     metrics |= {f"critic/{name}": number for name, number in critic_metrics.items() if name != "loss"}
     metrics |= {f"actor/{name}": number for name, number in actor_metrics.items()}
-    metrics |= {"reward/kl_coef": learner.kl_coef, "prompt_length_B": prompts.mask_BP.sum(-1), "length_B": rollout.length_B}
+    if judge.gold is not None:
+        metrics["reward/gold_mean"] = np.mean(
+            [judge.gold(*pair) for pair in zip(messages, texts, strict=True)]
+        )
+    metrics |= {
+        "reward/kl_coef": learner.kl_coef,
+        "prompt_length_B": prompts.mask_BP.sum(-1),
+        "length_B": rollout.length_B,
+    }
     return learner, metrics
 
 
@@ -128,7 +157,9 @@ class _Pending:
         self._task, self._log, self._progress = task, log, progress
         self._waiting: tuple[Any, ...] | None = None
 
-    def put(self, step: int, metrics: dict[str, Any], seconds: dict[str, float], step_s: float, compile_s: float) -> None:
+    def put(
+        self, step: int, metrics: dict[str, Any], seconds: dict[str, float], step_s: float, compile_s: float
+    ) -> None:
         self._waiting = step, metrics, seconds, step_s, compile_s
 
     def flush(self, learner: Learner) -> None:
@@ -141,19 +172,35 @@ class _Pending:
         tokens = int(prompt_lengths.sum() + lengths.sum())
         numbers |= {**seconds, "timing_s/step": step_s, "timing_s/compile": compile_s}
         numbers |= {"perf/samples_per_s": len(lengths) / step_s, "perf/tokens_per_s": tokens / step_s}
-        numbers["perf/tflops"] = self._task.flops(prompt_lengths, lengths) / step_s / 1e12
-        numbers["perf/reshard_bytes"] = self._task.steps.sampler.reshard_bytes
+        if self._task.flops is not None:
+            rate = self._task.flops(prompt_lengths, lengths) / step_s
+            numbers |= {"perf/tflops": rate / 1e12, "perf/mfu": rate / peak_flops()}
+        numbers["perf/reshard_bytes"] = self._task.steps.policy.sampler.reshard_bytes
         if "timing_s/gen" in seconds:
             numbers["perf/gen_tokens_per_s"] = int(lengths.sum()) / max(seconds["timing_s/gen"], 1e-9)
         self._log.write(PHASE, step, numbers)
-        self._progress.update(step, numbers)
+        self._progress.update(step, self._task.config.ppo.iterations, numbers)
         _check_finite(learner, self._task.config.run.max_bad_steps)
+
+
+@contextlib.contextmanager
+def _saving_if_diverged(
+    checkpoints: Checkpoints, log: MetricsLog, state: Callable[[], tuple[Learner, dict[str, float]]]
+) -> Iterator[None]:
+    """Non-finite updates were skipped, so that the state at hand is the last good one."""
+    try:
+        yield
+    except Diverged:
+        _save(checkpoints, *state(), log)
+        raise
 
 
 def _check_finite(learner: Learner, limit: int) -> None:
     bad = max(int(learner.actor.bad_steps), int(learner.critic.bad_steps))
     if bad >= limit:
-        raise Diverged(f"{bad} updates in a row were not finite (run.max_bad_steps={limit}); lower the learning rates")
+        raise Diverged(
+            f"{bad} updates in a row were not finite (run.max_bad_steps={limit}); lower the learning rates"
+        )
 
 
 def _due(iteration: int, every: int) -> bool:
@@ -199,10 +246,5 @@ def _evaluate(
     log.write("eval", step, numbers)
     if score <= best.get("score", -np.inf):
         return best
-    task.save_policy(learner.actor.params)
+    task.save_policy(learner.actor.params, step)
     return {"score": score, "step": step}
-
-
-def _say_goodbye(stop: StopRequest, run_dir: Any) -> None:
-    print(f"stopped; the state is saved in {run_dir}: the same command goes on from there", flush=True)
-    raise SystemExit(exit_code(stop))

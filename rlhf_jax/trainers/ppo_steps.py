@@ -9,34 +9,21 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import optax
+import numpy as np
 
 from rlhf_jax.losses import adaptive_kl_coef
-from rlhf_jax.models.transformer import unstack_layers
+from rlhf_jax.models.parameters import unstack_layers
 from rlhf_jax.rollout.generate import decoder_for, generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
-from rlhf_jax.settings import Config
+from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
-from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.placement import Views
 from rlhf_jax.sharding.reshard import make_reshard, moved_bytes
-from rlhf_jax.sharding.rules import batch_sharding, sharding_scope
+from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import TrainState, init_state, make_optimizer, make_schedule, state_shardings
 from rlhf_jax.trainers.ppo import Learner, actor_loss, critic_loss, make_experience, minibatch_order, passes
 from rlhf_jax.trainers.roles import shardings_of
 from rlhf_jax.types import Prompts, Rollout
-
-
-def in_view(view: View, function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
-    """`function`, jitted, its activations constrained to this view."""
-
-    @functools.wraps(function)
-    def scoped(*args):
-        with sharding_scope(view):
-            return function(*args)
-
-    return jax.jit(scoped, **jit_options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,102 +64,124 @@ def make_sampler(
 
 
 @dataclasses.dataclass(frozen=True)
-class PpoSteps:
-    """One iteration's functions. States that are replaced are donated."""
+class PolicySteps:
+    """What can be done with a policy's parameters without learning."""
 
+    model: nn.Module
+    params: Any  # tree of ShapeDtypeStructs
+    views: Views
     sampler: Sampler
     to_train: Callable[[Rollout], Rollout]  # a rollout's rows, from the generation view to the training view
-    logprobs: Callable[[Any, Rollout], jax.Array]  # (actor parameters, rollout) -> [B, T]
-    reference_logprobs: Callable[[Any, Rollout], jax.Array]
+    logprobs: Callable[[Any, Rollout], jax.Array]  # (parameters placed for training, rollout) -> [B, T]
+    reference_logprobs: Callable[[Any, Rollout], jax.Array]  # (parameters placed for the reference, rollout)
+
+
+def make_policy_steps(
+    config: Config, views: Views, model: nn.Module, params: Any, eos_ids: Sequence[int]
+) -> PolicySteps:
+    """Jitted functions for this model. `params` may be arrays or shapes."""
+
+    def logprobs(params, rollout):
+        return response_logprobs(model, params, rollout, temperature=config.rollout.temperature or 1.0)[0]
+
+    return PolicySteps(
+        model=model,
+        params=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+        views=views,
+        sampler=make_sampler(model, params, views, config.rollout, eos_ids),
+        to_train=lambda rollout: jax.device_put(rollout, batch_sharding(views.train)),
+        logprobs=in_view(views.train, logprobs),
+        reference_logprobs=in_view(views.reference, logprobs),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PpoSteps:
+    """The functions that learn. States that are replaced are donated."""
+
+    policy: PolicySteps
     values: Callable[[Any, Rollout], tuple[jax.Array, jax.Array]]  # -> values_BT, final_values_B
     experience: Callable[..., Any]  # (rollout, statistics, kl_coef) -> (experience, metrics)
     update_actor: Callable[..., Any]  # (state, experience, kl_coef, shuffle_key) -> (state, metrics)
     update_critic: Callable[..., Any]  # (state, experience, shuffle_key) -> (state, metrics)
-    advance: Callable[[Learner, jax.Array], Learner]  # (learner, KL a response) -> next iteration's counter and KL coefficient
-    learner_shardings: Learner
+    advance: Callable[
+        [Learner, jax.Array], Learner
+    ]  # (learner, KL a response) -> counter and KL coefficient moved on
     init_learner: Callable[[Any, Any], Learner]  # (actor parameters, critic parameters), placed
 
 
-def make_ppo_steps(
-    config: Config, views: Views, actor: nn.Module, critic: nn.Module, params: Any, critic_params: Any, eos_ids: Sequence[int]
-) -> PpoSteps:
-    """Jitted functions for these models.
-
-    Args:
-      params, critic_params: trees of arrays or of ShapeDtypeStructs.
-    """
-    ppo, temperature = config.ppo, config.rollout.temperature
-    optimizer_steps = ppo.epochs * ppo.minibatches
-
-    def optimizer(peak: float, max_grad_norm: float, iterations: int):
-        schedule = make_schedule(
-            peak,
-            steps=iterations * optimizer_steps,
-            warmup_steps=ppo.warmup_iterations * optimizer_steps,
-            schedule=ppo.schedule,
-        )
-        return schedule, make_optimizer(schedule, weight_decay=ppo.weight_decay, max_grad_norm=max_grad_norm)
-
-    actor_lr, actor_tx = optimizer(
-        ppo.learning_rate, ppo.max_grad_norm, ppo.iterations - config.critic.warmup_iterations
+def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, critic_params: Any) -> PpoSteps:
+    """Jitted functions for this actor and critic. `critic_params` may be arrays or shapes."""
+    ppo, views, actor = config.ppo, policy.views, policy.model
+    actor_lr, actor_tx = _optimizer(
+        ppo, ppo.learning_rate, ppo.max_grad_norm, ppo.iterations - config.critic.warmup_iterations
     )
-    critic_lr, critic_tx = optimizer(config.critic.learning_rate, config.critic.max_grad_norm, ppo.iterations)
-    actor_places = state_shardings(actor_tx, params, shardings_of(actor, params, views.train), views.train)
-    critic_places = state_shardings(critic_tx, critic_params, shardings_of(critic, critic_params, views.critic), views.critic)
-    everywhere = actor_places.steps
+    critic_lr, critic_tx = _optimizer(
+        ppo, config.critic.learning_rate, config.critic.max_grad_norm, ppo.iterations
+    )
+    actor_places = state_shardings(
+        actor_tx, policy.params, shardings_of(actor, policy.params, views.train), views.train
+    )
+    critic_places = state_shardings(
+        critic_tx, critic_params, shardings_of(critic, critic_params, views.critic), views.critic
+    )
+    everywhere = replicated(views.train)
 
-    def update(tx: optax.GradientTransformation, lr: optax.Schedule, loss: Any, stop_kl: float | None, state: TrainState, experience, key):
+    def update(tx, rate, loss, stop_kl, state: TrainState, experience, key):
         order = minibatch_order(key, ppo.batch_size, epochs=ppo.epochs, minibatches=ppo.minibatches)
-        rate = lr(state.steps)
+        lr = rate(state.steps)
         state, metrics = passes(
             tx, loss, state, experience, order, micro_batch_size=ppo.micro_batch_size, stop_kl=stop_kl
         )
-        return state, {**metrics, "lr": rate}
+        return state, {**metrics, "lr": lr}
 
     def update_actor(state, experience, kl_coef, key):
-        def loss(params, minibatch, *, denominator):
-            return actor_loss(
-                params, minibatch, kl_coef, model=actor, ppo=ppo, temperature=temperature, denominator=denominator
-            )
-
+        temperature = config.rollout.temperature
+        loss = functools.partial(actor_loss, kl_coef=kl_coef, model=actor, ppo=ppo, temperature=temperature)
         return update(actor_tx, actor_lr, loss, ppo.stop_kl, state, experience, key)
 
     def update_critic(state, experience, key):
         loss = functools.partial(critic_loss, model=critic, ppo=ppo)
         return update(critic_tx, critic_lr, loss, None, state, experience, key)
 
-    def logprobs(params, rollout):
-        return response_logprobs(actor, params, rollout, temperature=temperature)[0]
+    def next_kl_coef(kl_coef, observed_kl):
+        if ppo.kl_target is None:
+            return kl_coef
+        return adaptive_kl_coef(kl_coef, observed_kl, ppo.kl_target, ppo.kl_horizon, ppo.batch_size)
 
-    def advance(iteration, kl_coef, observed_kl):
-        if ppo.kl_target is not None:
-            kl_coef = adaptive_kl_coef(kl_coef, observed_kl, ppo.kl_target, ppo.kl_horizon, ppo.batch_size)
-        return iteration + 1, kl_coef
+    next_iteration = in_view(
+        views.train, lambda i, *kl: (i + 1, next_kl_coef(*kl)), out_shardings=(everywhere, everywhere)
+    )
 
-    advance = in_view(views.train, advance, out_shardings=(everywhere, everywhere))
-
-    def next_learner(learner, observed_kl):
-        iteration, kl_coef = advance(learner.iteration, learner.kl_coef, observed_kl)
+    def advance(learner, observed_kl):
+        iteration, kl_coef = next_iteration(learner.iteration, learner.kl_coef, observed_kl)
         return learner.replace(iteration=iteration, kl_coef=kl_coef)
 
     def init_learner(params, critic_params):
         return Learner(
             actor=init_state(actor_tx, params, actor_places),
             critic=init_state(critic_tx, critic_params, critic_places),
-            kl_coef=jax.device_put(jnp.float32(ppo.kl_coef), everywhere),
-            iteration=jax.device_put(jnp.int32(0), everywhere),
+            kl_coef=jax.device_put(np.float32(ppo.kl_coef), everywhere),
+            iteration=jax.device_put(np.int32(0), everywhere),
         )
 
     return PpoSteps(
-        sampler=make_sampler(actor, params, views, config.rollout, eos_ids),
-        to_train=lambda rollout: jax.device_put(rollout, batch_sharding(views.train)),
-        logprobs=in_view(views.train, logprobs),
-        reference_logprobs=in_view(views.reference, logprobs),
+        policy=policy,
         values=in_view(views.critic, functools.partial(response_values, critic)),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
         update_actor=in_view(views.train, update_actor, donate_argnums=0, out_shardings=(actor_places, None)),
-        update_critic=in_view(views.critic, update_critic, donate_argnums=0, out_shardings=(critic_places, None)),
-        advance=next_learner,
-        learner_shardings=Learner(actor_places, critic_places, everywhere, everywhere),
+        update_critic=in_view(
+            views.critic, update_critic, donate_argnums=0, out_shardings=(critic_places, None)
+        ),
+        advance=advance,
         init_learner=init_learner,
     )
+
+
+def _optimizer(ppo: Ppo, peak: float, max_grad_norm: float, iterations: int):
+    """(learning rate by optimizer step, optimizer) for this many iterations."""
+    steps = ppo.epochs * ppo.minibatches
+    schedule = make_schedule(
+        peak, steps=iterations * steps, warmup_steps=ppo.warmup_iterations * steps, schedule=ppo.schedule
+    )
+    return schedule, make_optimizer(schedule, weight_decay=ppo.weight_decay, max_grad_norm=max_grad_norm)

@@ -1,65 +1,153 @@
-"""The models of a run: loaded once, placed by their role's view of the grid."""
+"""The models of a run: where each comes from, and how it is placed on the devices."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.sharding import Sharding
 
+from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
-from rlhf_jax.models.huggingface import eos_token_ids, load_model, load_tokenizer
-from rlhf_jax.models.transformer import logical_axes
+from rlhf_jax.data.tokenizer import train_tokenizer
+from rlhf_jax.errors import InputError
+from rlhf_jax.models.configs import shape_config
+from rlhf_jax.models.huggingface import eos_token_ids, load_model, load_tokenizer, read_hf_config
+from rlhf_jax.models.parameters import fresh_head, init_model, logical_axes, shapes
+from rlhf_jax.settings import Policy, Reward
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import parameter_shardings, replicated_dimensions
+from rlhf_jax.trainers.inputs import texts_of
 
 log = logging.getLogger("rlhf_jax")
 
+NEW = "new"
+
 
 @dataclasses.dataclass(frozen=True)
-class LanguageModel:
-    """A model with the tokenizer that it reads and writes."""
+class LoadedModel:
+    """A model, its parameters (not placed yet) and how it reads and writes text."""
 
     model: nn.Module
     params: Any
     renderer: Renderer
-    eos_ids: tuple[int, ...]
 
 
-def load_language_model(name: str, *, head: str, dtype: str, seed: int = 0, remat: bool = False) -> LanguageModel:
-    """A model and its tokenizer from a hub name or a directory."""
-    model, variables = load_model(name, head=head, dtype=dtype, seed=seed)
-    if remat:
-        model = model.clone(remat=True)
+def load_policy(policy: Policy, pairs: Sequence[Preference], seed: int) -> LoadedModel:
+    """The policy that a run begins with. For `new`, the tokenizer is trained on the texts of `pairs`."""
+    if policy.model != NEW:
+        return load_language_model(policy.model, policy)
+    tokenizer = train_tokenizer(texts_of(pairs), policy.shape.vocab_size)
+    shape = dataclasses.replace(policy.shape, vocab_size=len(tokenizer))
+    model, variables = init_model(shape_config(shape), head="lm", dtype=policy.dtype, seed=seed)
+    return LoadedModel(model.clone(remat=policy.remat), variables["params"], Renderer(tokenizer))
+
+
+def load_language_model(directory: Any, policy: Policy) -> LoadedModel:
+    """A language model from a directory or hub name."""
+    model, variables = load_model(directory, head="lm", dtype=policy.dtype)
+    return LoadedModel(model.clone(remat=policy.remat), variables["params"], load_renderer(directory))
+
+
+def load_backbone(reward: Reward, policy: Renderer, seed: int) -> LoadedModel:
+    """The model that a reward model's training begins with. `new` reads with the policy's tokenizer."""
+    if reward.model != NEW:
+        model, variables = load_model(reward.model, head="score", dtype=reward.dtype, seed=seed)
+        return LoadedModel(model, variables["params"], load_renderer(reward.model))
+    shape = dataclasses.replace(reward.shape, vocab_size=len(policy.tokenizer))
+    model, variables = init_model(shape_config(shape), head="score", dtype=reward.dtype, seed=seed + 1)
+    return LoadedModel(model, variables["params"], policy)
+
+
+def load_reward_model(directory: str, dtype: str) -> LoadedModel:
+    """A trained reward model.
+
+    Raises:
+      InputError: the model is only a backbone, whose head would be random.
+    """
+    if directory == NEW:
+        raise InputError(
+            "reward.model=new is not trained; give the best_reward_model of a `rlhf-jax reward` run"
+        )
+    architectures = read_hf_config(directory).get("architectures") or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise InputError(
+            f"reward.model={directory} is {', '.join(architectures) or 'of no named architecture'}, which has no trained "
+            "score head; train one with `rlhf-jax reward` and give its best_reward_model"
+        )
+    model, variables = load_model(directory, head="score", dtype=dtype)
+    return LoadedModel(model, variables["params"], load_renderer(directory))
+
+
+def load_critic(
+    init: str, policy: LoadedModel, reward: LoadedModel | None, seed: int
+) -> tuple[nn.Module, Any]:
+    """(model, params) of the critic: the policy's trunk with a fresh head, the reward model, or a directory."""
+    if init == "policy":
+        critic = policy.model.clone(head="value")
+        trunk = {name: policy.params[name] for name in shapes(critic) if name != "head"}
+        return critic, {**trunk, "head": fresh_head(critic, seed)}
+    if init != "reward":
+        model, variables = load_model(init, head="value", dtype=policy.model.dtype, seed=seed)
+        _check_reads_like(policy.renderer, load_renderer(init), f"critic.init={init}")
+        return model.clone(remat=policy.model.remat), variables["params"]
+    if reward is None or reward.renderer.encoder:
+        kind = "a function" if reward is None else "an encoder, which sees the future"
+        raise InputError(f"critic.init=reward: the reward model is {kind}; use critic.init=policy")
+    _check_reads_like(policy.renderer, reward.renderer, "critic.init=reward")
+    return reward.model.clone(head="value", remat=policy.model.remat), reward.params
+
+
+def _check_reads_like(policy: Renderer, other: Renderer, what: str) -> None:
+    if not _same_vocabulary(policy, other):
+        sizes = f"{len(policy.tokenizer)} and {len(other.tokenizer)} entries"
+        raise InputError(f"{what} has another tokenizer than the policy ({sizes}); use critic.init=policy")
+
+
+def _same_vocabulary(policy: Renderer, other: Renderer) -> bool:
+    """True where every token of the policy means the same to the other, which may have a pad token of its own beside."""
+    ours, theirs = policy.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    return ours.items() <= theirs.items() and theirs.keys() - ours.keys() <= {other.tokenizer.pad_token}
+
+
+def load_renderer(name: str) -> Renderer:
     tokenizer = load_tokenizer(name)
-    eos_ids = eos_token_ids(name, tokenizer)
-    return LanguageModel(model, variables["params"], Renderer(tokenizer, eos_ids), eos_ids)
+    encoder = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+    return Renderer(tokenizer, None if encoder else eos_token_ids(name, tokenizer))
+
+
+def same_rendering(policy: Renderer, other: Renderer) -> bool:
+    """True where both render every dialogue to the same tokens."""
+    return (
+        not other.encoder
+        and _same_vocabulary(policy, other)
+        and policy.tokenizer.chat_template == other.tokenizer.chat_template
+        and policy.eos_id == other.eos_id
+    )
 
 
 def shardings_of(model: nn.Module, params: Any, view: View) -> Any:
-    """Where each parameter of the model lies in this view. A module that names no logical axes is kept whole everywhere."""
+    """Where each parameter lies in this view. A module that names no logical axes is kept whole everywhere."""
     axes = logical_axes(model)
     for line in replicated_dimensions(view, axes, params):
-        log.info(line)
+        log.debug(line)
     return parameter_shardings(view, axes, params)
 
 
-def place(params: Any, shardings: Any) -> Any:
-    """The parameters on their devices."""
-    return jax.tree.map(_put, params, shardings)
+def place(model: nn.Module, params: Any, view: View) -> Any:
+    """A copy of the parameters on the devices: what one role donates is no other role's."""
+    return jax.tree.map(_copy_to, params, shardings_of(model, params, view))
 
 
-def _put(leaf: Any, sharding: Sharding) -> jax.Array:
-    return jax.device_put(leaf, sharding)
+def _copy_to(leaf: Any, sharding: Sharding) -> jax.Array:
+    return jax.device_put(leaf, sharding, may_alias=False)
 
 
-def same_tokenizer(a: Renderer, b: Renderer) -> bool:
-    """True where both render every dialogue to the same tokens: the same tokenizer file and the same template."""
-    return not (a.encoder or b.encoder) and (
-        a.tokenizer.backend_tokenizer.to_str() == b.tokenizer.backend_tokenizer.to_str()
-        and a.tokenizer.chat_template == b.tokenizer.chat_template
-        and a.eos_id == b.eos_id
-    )
+def is_complete(directory: pathlib.Path) -> bool:
+    """True for an exported model; exports are renamed into place when whole."""
+    return (directory / "config.json").exists()

@@ -1,0 +1,127 @@
+"""Puts a PPO run together: policy, reference, critic, scorer, evaluator."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax.data.messages import Dialogue
+from rlhf_jax.models.flops import forward_flops
+from rlhf_jax.rollout.reward_model import RewardFunction, RewardModel, Scale, Scorer, scale_of
+from rlhf_jax.settings import Config
+from rlhf_jax.sharding.placement import Views
+from rlhf_jax.trainers.evaluate import Evaluator
+from rlhf_jax.trainers.inputs import Gold
+from rlhf_jax.trainers.ppo import Learner
+from rlhf_jax.trainers.ppo_loop import PpoTask
+from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps
+from rlhf_jax.trainers.roles import LoadedModel, load_critic, place, same_rendering
+
+log = logging.getLogger("rlhf_jax")
+
+SCALE_SAMPLES = 128  # responses of the reference on which the scale is measured
+
+
+def scorer_of(config: Config, reward: LoadedModel | None, policy: LoadedModel, views: Views) -> Scorer:
+    """The reward model, or the Python function that takes its place."""
+    if reward is None:
+        return RewardFunction(config.reward.function or "")
+    return RewardModel(
+        reward.model,
+        place(reward.model, reward.params, views.reward),
+        reward.renderer,
+        view=views.reward,
+        max_length=config.reward.max_length,
+        batch_size=config.ppo.batch_size,
+        reads_rollouts=same_rendering(policy.renderer, reward.renderer),
+    )
+
+
+def make_evaluator(
+    config: Config, policy: LoadedModel, scorer: Scorer, scale: Scale, views: Views, gold: Gold | None
+) -> Evaluator:
+    """Samples and scores responses to held-out prompts; its reference is `policy`."""
+    steps = make_policy_steps(config, views, policy.model, policy.params, policy.renderer.eos_ids)
+    return Evaluator(
+        steps=steps,
+        reference_params=place(policy.model, policy.params, views.reference),
+        renderer=policy.renderer,
+        scorer=scorer,
+        scale=scale,
+        gold=gold,
+        settings=config.eval,
+        prompt_length=config.rollout.prompt_length,
+        key=jax.random.fold_in(jax.random.key(config.run.seed), EVALUATION_STREAM),
+    )
+
+
+EVALUATION_STREAM = 2**31 - 1  # no iteration has this number, so that no rollout shares the evaluation's key
+
+
+def measure_scale(evaluator: Evaluator, prompts: Sequence[Dialogue]) -> Scale:
+    """The scale on which the reference policy's scores have mean 0 and variance 1, from its samples on `prompts`."""
+    raw = dataclasses.replace(evaluator, scale=Scale(), gold=None)
+    params = place(evaluator.steps.model, evaluator.reference_params, evaluator.steps.views.train)
+    responses = raw(params, prompts[:SCALE_SAMPLES])
+    scale = scale_of(np.array([r.score for r in responses]))
+    log.info(
+        "reward scale from %d reference responses: gain %.4g, bias %.4g",
+        len(responses),
+        scale.gain,
+        scale.bias,
+    )
+    return scale
+
+
+def make_ppo_task(
+    config: Config,
+    views: Views,
+    policy: LoadedModel,
+    reward: LoadedModel | None,
+    evaluator: Evaluator,
+    prompts: Sequence[Dialogue],
+    held_out: Sequence[Dialogue],
+    save_policy: Callable[[Any, int], None],
+) -> tuple[PpoTask, Learner]:
+    """The task, and the learner that it begins with."""
+    critic, critic_params = load_critic(config.critic.init, policy, reward, config.run.seed)
+    steps = make_ppo_steps(config, evaluator.steps, critic, critic_params)
+    learner = steps.init_learner(
+        place(policy.model, policy.params, views.train), place(critic, critic_params, views.critic)
+    )
+    task = PpoTask(
+        config=config,
+        views=views,
+        steps=steps,
+        evaluator=evaluator,
+        prompts=prompts,
+        held_out=held_out,
+        save_policy=save_policy,
+        flops=iteration_flops(config, policy.model, critic),
+    )
+    return task, learner
+
+
+def iteration_flops(
+    config: Config, actor: Any, critic: Any
+) -> Callable[[np.ndarray, np.ndarray], float] | None:
+    """Model FLOPs of an iteration as a function of prompt and response lengths [B]; None for modules of unknown shape.
+
+    Generation, old and reference log-probabilities are one forward pass of the actor each, values one of the critic; each
+    epoch is a forward and a backward pass, three forward passes' worth, of both. The reward model is not counted.
+    """
+    if not (hasattr(actor, "config") and hasattr(critic, "config")):
+        return None
+    passes = 3 * config.ppo.epochs
+
+    def flops(prompt_lengths_B: np.ndarray, lengths_B: np.ndarray) -> float:
+        whole_B = prompt_lengths_B + lengths_B
+        actor_flops = forward_flops(actor.config, whole_B, unembed_positions=int(lengths_B.sum()))
+        return float((3 + passes) * actor_flops + (1 + passes) * forward_flops(critic.config, whole_B))
+
+    return flops

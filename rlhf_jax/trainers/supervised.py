@@ -1,0 +1,120 @@
+"""The loop that supervised fine-tuning and the reward model share: step, log, sometimes evaluate, keep the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax.checkpoint import Checkpoints
+from rlhf_jax.data.batches import batch_indices, steps_per_epoch
+from rlhf_jax.metrics import MetricsLog, Progress
+from rlhf_jax.settings import Reward, Run, Sft
+from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.rules import in_view
+from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
+from rlhf_jax.trainers.optimizer import (
+    Diverged,
+    TrainState,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    state_shardings,
+    update_step,
+)
+from rlhf_jax.trainers.roles import shardings_of
+from rlhf_jax.trainers.timing import CompileClock
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedTask:
+    """What is learnt, from what, and how it is judged."""
+
+    phase: str  # sft or reward
+    settings: Sft | Reward
+    run: Run
+    count: int  # training rows
+    rows: str  # what a row is called in messages
+    batch: Callable[[np.ndarray], Any]  # row numbers -> a batch on the devices
+    loss: Callable[..., Any]  # (params, rows of a batch, denominator=) -> (loss, metrics), sums over rows
+    denominator: Callable[[Any], Any]  # the whole batch's
+    evaluate: Callable[[Any], dict[str, float]]  # params -> numbers on held-out rows
+    goodness: Callable[[dict[str, float]], float]  # of those numbers; the highest is kept
+    save_best: Callable[[Any, dict[str, float]], None]  # exports parameters with the numbers
+
+
+def train_supervised(
+    task: SupervisedTask,
+    model: Any,
+    params: Any,
+    view: View,
+    run_dir: Any,
+    log: MetricsLog,
+    clock: CompileClock,
+) -> dict[str, float]:
+    """Runs the steps that are left. Returns the best evaluation's numbers; its parameters are exported."""
+    settings = task.settings
+    per_epoch = steps_per_epoch(task.count, settings.batch_size, what=task.rows)
+    total = settings.epochs * per_epoch
+    schedule = make_schedule(
+        settings.learning_rate,
+        steps=total,
+        warmup_steps=round(settings.warmup_fraction * total),
+        schedule=settings.schedule,
+    )
+    tx = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+    places = state_shardings(tx, params, shardings_of(model, params, view), view)
+
+    def step(state: TrainState, batch: Any):
+        loss = functools.partial(task.loss, denominator=task.denominator(batch))
+        rate = schedule(state.steps)
+        state, metrics = update_step(tx, loss, state, batch, settings.micro_batch_size)
+        return state, {**metrics, "lr": rate}
+
+    step = in_view(view, step, donate_argnums=0, out_shardings=(places, None))
+    checkpoints = Checkpoints(run_dir, task.phase, keep=task.run.keep)
+    state, best = init_state(tx, params, places), {}
+    start = checkpoints.latest_step() or 0
+    if start:
+        state, best = checkpoints.restore(start, state)
+    log.rewind(task.phase, start)
+
+    with Progress(task.phase) as progress, stop_on_signal() as stop:
+        for number in range(start, total):
+            began, compiled = time.perf_counter(), clock.seconds
+            index = batch_indices(
+                number, count=task.count, batch_size=settings.batch_size, seed=task.run.seed
+            )
+            state, metrics = step(state, task.batch(index))
+            numbers = {f"{task.phase}/{name}": value for name, value in jax.device_get(metrics).items()}
+            compiling = clock.seconds - compiled
+            seconds = time.perf_counter() - began - compiling
+            numbers |= {"epoch": number / per_epoch, "timing_s/step": seconds, "timing_s/compile": compiling}
+            numbers |= {"perf/samples_per_s": settings.batch_size / seconds}
+            last = number + 1 == total
+            due = (number + 1) % settings.eval_every == 0
+            if due or last:
+                held_out = task.evaluate(state.params)
+                numbers |= {f"{task.phase}/{name}": value for name, value in held_out.items()}
+                if not best or task.goodness(held_out) > task.goodness(best):
+                    best = {**held_out, "step": number + 1}
+                    task.save_best(state.params, best)
+            log.write(task.phase, number + 1, numbers)
+            progress.update(number + 1, total, numbers)
+            bad = int(state.bad_steps)
+            if due or last or stop or bad >= task.run.max_bad_steps:
+                log.flush()
+                checkpoints.save(number + 1, state, best)
+            if bad >= task.run.max_bad_steps:
+                raise Diverged(
+                    f"{task.phase}: {bad} updates in a row were not finite; lower {task.phase}.learning_rate"
+                )
+            if stop and not last:
+                stopped(stop, run_dir)
+    checkpoints.close()
+    return best
