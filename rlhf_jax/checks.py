@@ -110,7 +110,6 @@ def check_devices(config: Config, device_count: int) -> None:
     step_name = "ppo.micro_batch_size" if ppo.micro_batch_size else "ppo.batch_size / ppo.minibatches"
     batches = [("ppo.batch_size", ppo.batch_size, role) for role in roles]
     batches += [(step_name, step, "train"), (step_name, step, "critic")]
-    batches += [("eval.batch_size", config.eval.batch_size, "generate")]
     for name, phase, role in (("sft", config.sft, "train"), ("reward", config.reward, "reward")):
         field = "micro_batch_size" if phase.micro_batch_size else "batch_size"
         if phase.epochs > 0:
