@@ -291,3 +291,13 @@ def test_reading_a_configuration_imports_no_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_choices_are_those_of_the_losses():
+    from rlhf_jax.checks import CHOICES
+    from rlhf_jax.losses.kl import KL_KINDS
+    from rlhf_jax.losses.masked import AGGREGATIONS
+    from rlhf_jax.losses.ranking import RANKING_KINDS
+
+    chosen = CHOICES["ppo.kl_kind"], CHOICES["ppo.aggregation"], CHOICES["reward.loss"]
+    assert chosen == (KL_KINDS, AGGREGATIONS, RANKING_KINDS)
