@@ -1,7 +1,7 @@
-"""Every setting of a run, as frozen dataclasses. Each field says what it does; `rlhf-jax config --help` prints them all.
+"""Every setting of a run, as frozen dataclasses, each with its explanation; `rlhf-jax config --help` prints all.
 
-This module imports nothing heavy, so that `--help` answers at once. Reading YAML and `key=value`, and the checks across
-fields, are in `config.py`.
+This module imports nothing heavy, so that `--help` answers at once. YAML and `key=value` are read in `config.py`,
+and the checks across fields are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def section(kind: type) -> Any:
 class Shape:
     """Shape of a Llama-architecture model trained from nothing (`policy.model=new` or `reward.model=new`)."""
 
-    vocab_size: int = option(512, "entries of the tokenizer, trained as byte-level BPE on the training texts; at least 260")
+    vocab_size: int = option(
+        512, "entries of the tokenizer, trained as byte-level BPE on the training texts; at least 260"
+    )
     layers: int = option(4, "number of transformer layers")
     embed: int = option(128, "width of the residual stream")
     heads: int = option(4, "number of query heads; divides embed")
@@ -39,17 +41,27 @@ class Policy:
 
     model: str = option("new", "hub name, directory, or `new` for a model of policy.shape with fresh weights")
     shape: Shape = section(Shape)
-    dtype: str = option("float32", "type of the computation: float32 or bfloat16 (weights and Adam's moments stay float32)")
-    remat: bool = option(False, "recompute each layer's activations in the backward pass: less memory, about a third more work")
+    dtype: str = option(
+        "float32", "type of the computation: float32 or bfloat16 (weights and Adam's moments stay float32)"
+    )
+    remat: bool = option(
+        False, "recompute each layer's activations in the backward pass: less memory, about a third more work"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
     """Preference pairs and prompts."""
 
-    train: str = option("synthetic", "preference pairs: JSONL (.gz), parquet, a hub name (NAME or NAME:SPLIT), or `synthetic`")
-    validation: str | None = option(None, "held-out pairs in the same forms; none: a share of data.train, split by prompt")
-    validation_fraction: float = option(0.1, "share of the prompts held out where data.validation is not given")
+    train: str = option(
+        "synthetic", "preference pairs: JSONL (.gz), parquet, a hub name (NAME or NAME:SPLIT), or `synthetic`"
+    )
+    validation: str | None = option(
+        None, "held-out pairs in the same forms; none: a share of data.train, split by prompt"
+    )
+    validation_fraction: float = option(
+        0.1, "share of the prompts held out where data.validation is not given"
+    )
     prompts: str | None = option(None, "prompts for PPO, in the same forms; none: the prompts of the pairs")
     limit: int | None = option(None, "read at most this many rows of each source")
     first_turn: bool = option(False, "PPO and evaluation prompts are the first turn of each dialogue only")
@@ -62,11 +74,15 @@ class Sft:
     epochs: int = option(0, "passes over the chosen responses; 0 skips the phase")
     learning_rate: float = option(1e-5, "peak learning rate of AdamW")
     warmup_fraction: float = option(0.05, "share of the steps in which the learning rate rises from 0")
-    schedule: str = option("cosine", "learning rate after the warm-up: constant, linear or cosine (both to 0)")
+    schedule: str = option(
+        "cosine", "learning rate after the warm-up: constant, linear or cosine (both to 0)"
+    )
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm")
     batch_size: int = option(16, "dialogues a step, over all devices")
-    micro_batch_size: int | None = option(None, "dialogues a forward pass; divides batch_size; none: the whole batch")
+    micro_batch_size: int | None = option(
+        None, "dialogues a forward pass; divides batch_size; none: the whole batch"
+    )
     max_length: int = option(512, "longest dialogue in tokens; the oldest turns go first")
     eval_every: int = option(100, "steps between evaluations of the held-out loss, and between saves")
 
@@ -76,24 +92,32 @@ class Reward:
     """The reward model and its training on pairs."""
 
     model: str = option(
-        "new", "hub name, directory or `new`. `reward` and `run`: the backbone; `ppo` and `eval`: the trained directory"
+        "new",
+        "hub name, directory or `new`: the backbone in `reward` and `run`, the trained directory in `ppo`, `eval`",
     )
     shape: Shape = section(Shape)
     function: str | None = option(
-        None, "`module:function` of (prompts, responses) -> scores, used instead of a reward model; it is code that runs"
+        None,
+        "`module:function` of (prompts, responses) -> scores, instead of a reward model; it is code that runs",
     )
     dtype: str = option("float32", "type of the computation: float32 or bfloat16")
     loss: str = option("bradley_terry", "ranking loss: bradley_terry or hinge")
     margin: float = option(0.0, "how much higher the chosen response should score")
-    centering_coef: float = option(0.0, "weight of mean((s_chosen + s_rejected)^2), which keeps scores around 0")
+    centering_coef: float = option(
+        0.0, "weight of mean((s_chosen + s_rejected)^2), which keeps scores around 0"
+    )
     epochs: int = option(1, "passes over the pairs")
     learning_rate: float = option(1e-5, "peak learning rate of AdamW")
     warmup_fraction: float = option(0.05, "share of the steps in which the learning rate rises from 0")
-    schedule: str = option("cosine", "learning rate after the warm-up: constant, linear or cosine (both to 0)")
+    schedule: str = option(
+        "cosine", "learning rate after the warm-up: constant, linear or cosine (both to 0)"
+    )
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm")
     batch_size: int = option(16, "pairs a step, over all devices")
-    micro_batch_size: int | None = option(None, "pairs a forward pass; divides batch_size; none: the whole batch")
+    micro_batch_size: int | None = option(
+        None, "pairs a forward pass; divides batch_size; none: the whole batch"
+    )
     max_length: int = option(512, "longest prompt + response in tokens; the oldest turns go first")
     eval_every: int = option(50, "steps between evaluations on the held-out pairs, and between saves")
 
@@ -102,42 +126,63 @@ class Reward:
 class Critic:
     """The value function."""
 
-    init: str = option("policy", "weights it starts from: policy (fresh head), reward (same tokenizer needed), or a directory")
-    learning_rate: float = option(1e-5, "peak learning rate of the critic's AdamW; the field's default is ten times the actor's")
+    init: str = option(
+        "policy",
+        "weights it starts from: policy (fresh head), reward (same tokenizer needed), or a directory",
+    )
+    learning_rate: float = option(
+        1e-5, "peak learning rate of the critic's AdamW; the field's default is ten times the actor's"
+    )
     warmup_iterations: int = option(0, "first iterations in which only the critic learns")
     max_grad_norm: float = option(1.0, "the critic's gradients are scaled down to this global norm")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ppo:
-    """Proximal policy optimisation. One iteration: one rollout, then `epochs` passes over it in `minibatches` steps each."""
+    """Proximal policy optimisation: a rollout an iteration, then `epochs` passes over it, `minibatches` steps each."""
 
     iterations: int = option(100, "rollouts; may grow when a run is resumed")
     batch_size: int = option(16, "responses a rollout, over all devices")
     epochs: int = option(2, "passes over each rollout")
     minibatches: int = option(1, "optimizer steps a pass; divides batch_size")
-    micro_batch_size: int | None = option(None, "responses a forward pass; divides batch_size / minibatches; none: all")
+    micro_batch_size: int | None = option(
+        None, "responses a forward pass; divides batch_size / minibatches; none: all"
+    )
     learning_rate: float = option(1e-6, "peak learning rate of the actor's AdamW")
     warmup_iterations: int = option(0, "iterations in which both learning rates rise from 0")
-    schedule: str = option("constant", "learning rates after the warm-up: constant, linear or cosine (both to 0)")
+    schedule: str = option(
+        "constant", "learning rates after the warm-up: constant, linear or cosine (both to 0)"
+    )
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay, for actor and critic")
     max_grad_norm: float = option(1.0, "the actor's gradients are scaled down to this global norm")
     clip_low: float = option(0.2, "the probability ratio is clipped below 1 - clip_low")
     clip_high: float = option(0.2, "the probability ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = option(None, "bound on the loss of negative advantages, times -A; above 1; none: off")
-    value_clip: float | None = option(0.2, "the new value is clipped around the old one by this much; none: off")
-    aggregation: str = option("token_mean", "loss over tokens: token_mean, seq_mean_token_sum or seq_mean_token_mean")
+    dual_clip: float | None = option(
+        None, "bound on the loss of negative advantages, times -A; above 1; none: off"
+    )
+    value_clip: float | None = option(
+        0.2, "the new value is clipped around the old one by this much; none: off"
+    )
+    aggregation: str = option(
+        "token_mean", "loss over tokens: token_mean, seq_mean_token_sum or seq_mean_token_mean"
+    )
     gamma: float = option(1.0, "discount a token")
     lam: float = option(0.95, "GAE's trace decay a token")
     whiten_advantages: bool = option(True, "advantages get mean 0 and variance 1 over the whole rollout")
-    bootstrap_truncated: bool = option(False, "a truncated response's return goes on with the critic's last value, not with 0")
+    bootstrap_truncated: bool = option(
+        False, "a truncated response's return goes on with the critic's last value, not with 0"
+    )
     kl_coef: float = option(0.05, "weight of the KL to the reference, nats a token")
-    kl_target: float | None = option(None, "nats a response that the KL coefficient is steered to; none: it stays fixed")
+    kl_target: float | None = option(
+        None, "nats a response that the KL coefficient is steered to; none: it stays fixed"
+    )
     kl_horizon: float = option(10000.0, "responses over which the adaptive KL coefficient moves")
     kl_placement: str = option("reward", "where the KL acts: reward (per token) or loss")
     kl_kind: str = option("k1", "estimator of the KL: k1, k2, k3 or abs")
     entropy_coef: float = option(0.0, "weight of the mean entropy, which is added to what is maximised")
-    stop_kl: float | None = option(None, "the remaining steps of an iteration are skipped once ppo_kl passes this; none: off")
+    stop_kl: float | None = option(
+        None, "the remaining steps of an iteration are skipped once ppo_kl passes this; none: off"
+    )
     reward_clip: float | None = option(None, "scores are clipped to ± this after standardisation; none: off")
     missing_eos_penalty: float = option(0.0, "subtracted from the score of a response that did not end")
 
@@ -148,7 +193,10 @@ class Rollout:
 
     prompt_length: int = option(64, "longest prompt in tokens; the oldest turns go first")
     response_length: int = option(64, "longest response in tokens")
-    temperature: float = option(1.0, "logits are divided by this, in sampling and in every log-probability; 0 is greedy (evaluation only)")
+    temperature: float = option(
+        1.0,
+        "logits are divided by this, in sampling and in every log-probability; 0 is greedy (evaluation only)",
+    )
     top_k: int = option(0, "sample among this many likeliest tokens; 0: all")
     top_p: float = option(1.0, "sample among the likeliest tokens that hold this much probability; 1: all")
 
@@ -160,7 +208,9 @@ class Eval:
     prompts: int = option(128, "held-out prompts")
     samples: int = option(1, "responses a prompt")
     batch_size: int = option(32, "responses generated at once")
-    every: int = option(0, "PPO iterations between evaluations, by which the best policy is kept; 0: only at the end")
+    every: int = option(
+        0, "PPO iterations between evaluations, by which the best policy is kept; 0: only at the end"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +239,14 @@ class Run:
 
     dir: str = option("runs/rlhf", "the run's directory, local or gs://")
     seed: int = option(0, "every random number of the run comes from it")
-    resume: str = option("auto", "auto goes on where the directory stopped; never refuses a directory that holds a run")
+    resume: str = option(
+        "auto", "auto goes on where the directory stopped; never refuses a directory that holds a run"
+    )
     save_every: int = option(10, "PPO iterations between checkpoints")
     keep: int = option(2, "checkpoints kept for each phase")
-    profile_every: int = option(10, "PPO iterations between those whose phases are timed one by one; 0: never")
+    profile_every: int = option(
+        10, "PPO iterations between those whose phases are timed one by one; 0: never"
+    )
     max_bad_steps: int = option(5, "non-finite updates in a row after which the run stops")
     tensorboard: bool = option(False, "also write TensorBoard event files (needs the extra `tensorboard`)")
 
