@@ -1,7 +1,7 @@
-"""Every setting of a run, as frozen dataclasses, each with its explanation; `rlhf-jax config --help` prints all.
+"""Every setting of a run, as frozen dataclasses with explanations; `rlhf-jax config --help` prints them.
 
-This module imports nothing heavy, so that `--help` answers at once. YAML and `key=value` are read in `config.py`,
-and the checks across fields are in `checks.py`.
+This module imports nothing heavy, so that `--help` answers at once. YAML and `key=value` are read in config.py;
+the checks across settings are in checks.py.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Reward:
 
     model: str = option(
         "new",
-        "hub name, directory or `new`: the backbone in `reward` and `run`, the trained directory in `ppo`, `eval`",
+        "hub name, directory or `new`: the backbone for `reward` and `run`, the trained directory for others",
     )
     shape: Shape = section(Shape)
     function: str | None = option(
         None,
-        "`module:function` of (prompts, responses) -> scores, instead of a reward model; it is code that runs",
+        "`module:function` of (prompts, responses) -> scores, in place of a reward model; its code runs",
     )
     dtype: str = option("float32", "type of the computation: float32 or bfloat16")
     loss: str = option("bradley_terry", "ranking loss: bradley_terry or hinge")
@@ -139,7 +139,7 @@ class Critic:
 
 @dataclasses.dataclass(frozen=True)
 class Ppo:
-    """Proximal policy optimisation: a rollout an iteration, then `epochs` passes over it, `minibatches` steps each."""
+    """Proximal policy optimisation. An iteration: one rollout, `epochs` passes over it, `minibatches` steps each."""
 
     iterations: int = option(100, "rollouts; may grow when a run is resumed")
     batch_size: int = option(16, "responses a rollout, over all devices")
