@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import pathlib
 import re
 import zlib
@@ -68,7 +69,7 @@ def _short(text: str) -> str:
 
 
 def _rows(source: str) -> Iterator[tuple[str, Row]]:
-    path = pathlib.Path(source).expanduser()
+    path = pathlib.Path(os.path.expanduser(source))
     try:
         is_directory, exists = path.is_dir(), path.exists()
     except OSError as error:

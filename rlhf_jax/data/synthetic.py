@@ -1,7 +1,7 @@
 """Built-in preference data, made from a rule, so that the true reward of any response is known.
 
-A prompt asks for one aspect of one topic ("describe the smell of the bread"). A response states something about
-an aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
+A prompt asks for one aspect of one topic ("describe the smell of the bread"). A response states something
+about an aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
 
     +1.5            the topic that was asked for occurs          -0.5  for each other topic
     +1.0            the aspect that was asked for occurs         -0.5  for each other aspect
