@@ -1,7 +1,7 @@
 """Every setting of a run, as frozen dataclasses with explanations; `rlhf-jax config --help` prints them.
 
-This module imports nothing heavy, so that `--help` answers at once. YAML and `key=value` are read in config.py;
-the checks across settings are in checks.py.
+This module imports nothing heavy, so that `--help` answers at once. config.py reads YAML and `key=value`, and
+checks.py looks across settings.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Critic:
 
 @dataclasses.dataclass(frozen=True)
 class Ppo:
-    """Proximal policy optimisation. An iteration: one rollout, `epochs` passes over it, `minibatches` steps each."""
+    """Proximal policy optimisation. One iteration: a rollout, then `epochs` passes of `minibatches` steps."""
 
     iterations: int = option(100, "rollouts; may grow when a run is resumed")
     batch_size: int = option(16, "responses a rollout, over all devices")
