@@ -1,18 +1,18 @@
 """Built-in preference data, made from a rule, so that the true reward of any response is known.
 
-A prompt asks for one aspect of one topic ("describe the smell of the bread"). A response states something
+A prompt asks about one aspect of one topic ("describe the smell of the bread"). A response states something
 about an aspect of a topic, politely or rudely. Its true reward, `gold_reward`, is a sum:
 
-    +1.5            the topic that was asked for occurs          -0.5  for each other topic
-    +1.0            the aspect that was asked for occurs         -0.5  for each other aspect
-    +0.75           for each different polite word, four at most
-    -0.75           for each polite word beyond four
-    -1.0            for each rude word, four at most
-    -0.5            for each repetition of a word (articles and the like may repeat)
-    -0.25           for each word beyond 16
+    +2.0    if the topic that was asked for occurs
+    -1.0    for each other topic
+    +0.75   for each different polite word, four at most
+    -0.75   for each polite word beyond four
+    -1.0    for each rude word, four at most
+    -0.5    for each repetition of a word (articles and the like may repeat)
+    -0.25   for each word beyond 16
 
-It is at most 5.5 and at least -6. It depends on the prompt, a policy that imitates the better responses is
-far below the top, and a policy that only exploits a reward model loses: words heaped up or repeated cost
+It is at most 5 and at least -6. It depends on the prompt; a policy that imitates the better responses is far
+below the top; and a policy that only exploits a reward model loses, since words heaped up or repeated cost
 more than they bring.
 """
 
@@ -30,8 +30,8 @@ from rlhf_jax.errors import InputError
 
 SYNTHETIC_PAIRS = 2000
 
-TOPICS = ("bread", "chess", "coffee", "garden", "music", "ocean", "river", "winter")
-ASPECTS = ("colour", "cost", "history", "smell", "sound", "taste")
+TOPICS = ("bread", "music", "river", "winter")
+ASPECTS = ("age", "colour", "cost", "history", "name", "shape", "smell", "sound", "taste", "use")
 QUESTIONS = (
     "what is the {aspect} of the {topic} like",
     "tell me about the {aspect} of the {topic}",
@@ -42,6 +42,7 @@ QUESTIONS = (
     "say something on the {topic} and its {aspect}",
     "about the {topic} , what is its {aspect}",
 )
+ENDINGS = ("", " for a child", " in short", " today")
 POLITE = ("please", "thanks", "gladly", "kindly", "welcome", "friend", "certainly", "enjoy")
 RUDE = ("boring", "dull", "lazy", "nonsense", "silly", "whatever")
 FACTS = (
@@ -59,9 +60,9 @@ FACTS = (
     "warm",
 )
 MAY_REPEAT = frozenset(("the", "of", "is", "and", "it", "a"))
-HIGHEST, LOWEST = 5.5, -6.0
+HIGHEST, LOWEST = 5.0, -6.0
 
-_RIGHT_TOPIC, _RIGHT_ASPECT = 0.6, 0.6  # how often a sampled response answers what was asked
+_RIGHT_TOPIC = 0.4  # how often the topic is the one asked for, apart from chance
 _POLITE_WORDS = (0.5, 0.3, 0.15, 0.05)  # probability of 0, 1, 2, 3 polite words
 _RUDE_WORDS = (0.55, 0.3, 0.15)  # of 0, 1, 2 rude words
 _LEAST_DIFFERENCE = 0.25
@@ -73,8 +74,7 @@ def gold_reward(prompt: Dialogue, response: str) -> float:
     asked, words = set(_words(question)), _words(response)
     counts = Counter(words)
     reward = 0.0
-    for names, right, wrong in ((TOPICS, 1.5, -0.5), (ASPECTS, 1.0, -0.5)):
-        reward += sum(right if name in asked else wrong for name in names if name in counts)
+    reward += sum(2.0 if topic in asked else -1.0 for topic in TOPICS if topic in counts)
     polite = sum(counts[word] for word in POLITE)
     reward += 0.75 * min(4, sum(word in counts for word in POLITE)) - 0.75 * max(0, polite - 4)
     reward -= 1.0 * min(4, sum(counts[word] for word in RUDE))
@@ -98,7 +98,8 @@ def synthetic_preferences(count: int, seed: int) -> list[Preference]:
 def _pairs(rng: np.random.Generator) -> Iterator[Preference]:
     while True:
         topic, aspect = _one(rng, TOPICS), _one(rng, ASPECTS)
-        prompt = (Message("user", _one(rng, QUESTIONS).format(topic=topic, aspect=aspect)),)
+        question = (_one(rng, QUESTIONS) + _one(rng, ENDINGS)).format(topic=topic, aspect=aspect)
+        prompt = (Message("user", question),)
         first, second = (_response(rng, topic, aspect) for _ in range(2))
         difference = gold_reward(prompt, first) - gold_reward(prompt, second)
         agrees = rng.random() < 1 / (1 + np.exp(-difference))
@@ -107,9 +108,8 @@ def _pairs(rng: np.random.Generator) -> Iterator[Preference]:
 
 
 def _response(rng: np.random.Generator, topic: str, aspect: str) -> str:
-    """Six to about fourteen words on a topic and an aspect, which may be the wrong ones."""
+    """Seven to fourteen words on an aspect of a topic, which may be the wrong one."""
     topic = topic if rng.random() < _RIGHT_TOPIC else _one(rng, TOPICS)
-    aspect = aspect if rng.random() < _RIGHT_ASPECT else _one(rng, ASPECTS)
     facts = rng.choice(FACTS, size=rng.integers(1, 3), replace=False)
     statement = f"the {aspect} of the {topic} is {' and '.join(facts)}"
     around = [

@@ -176,6 +176,8 @@ def test_text_leaves_out_special_tokens_and_survives_half_a_character(chat):
     pad, eos = chat.tokenizer.pad_token_id, chat.eos_id
     assert chat.text([*chat.response("use salt"), pad, pad, eos]) == "use salt"
     assert chat.text([]) == ""
+    letter = chat.tokenizer.encode("a")[0]
+    assert Renderer(chat.tokenizer, eos_ids=[letter]).text([*chat.response("use"), letter]) == "use"
     half = chat.response("😀")[:-2]
     assert chat.text(half).strip("\ufffd") == ""
 
