@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf_jax.data.messages import parse_turns
 from rlhf_jax.data.preferences import Message, Preference, pair_of_row, read_preferences, split_by_prompt
@@ -224,3 +226,28 @@ def test_split_depends_on_the_seed_and_not_on_the_order_of_rows():
 def test_split_with_an_empty_side_names_the_numbers(fraction, prompts):
     with pytest.raises(InputError, match=rf"data.validation_fraction={fraction} holds out \d+ of {prompts} "):
         split_by_prompt(some_pairs(prompts), fraction=fraction, seed=0)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=20)
+    | st.sampled_from(["user", "assistant", HH]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["prompt", "chosen", "rejected", "reward_model"]), JSON))
+def test_any_json_object_is_a_pair_a_reason_or_an_error_with_its_place(row):
+    try:
+        result = str(pair(row))
+    except InputError as error:
+        result = str(error)
+        assert result.startswith("FILE:7: expected ")
+    assert "\n" not in result

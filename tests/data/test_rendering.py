@@ -1,6 +1,8 @@
 """Rendering: one text, one list of tokens, whoever asks."""
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -351,3 +353,29 @@ def test_odd_texts_give_an_error_of_the_user_or_clean_tokens(renderer):
     assert renderer.response("") == renderer.response("x")[-1:]
     assert renderer.dialogue((user("nul \0 here"), assistant(""), user("a")), "b", LONG)
     assert renderer.prompt((assistant("first"), user("a"), assistant("last")), LONG)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(
+    ["<|im_end|>", "<|im_", "\n\nHuman:"]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TEXT, min_size=1, max_size=5), TEXT, st.integers(1, 80))
+@pytest.mark.parametrize("name", ["chat", "plain"])
+def test_any_text_is_rendered_whole_or_from_its_newest_end(renderer, texts, response, length):
+    messages = (*(Message(("user", "assistant")[n % 2], text) for n, text in enumerate(texts)), user("go on"))
+    whole = renderer.dialogue(messages, response, LONG)
+    assert whole == renderer.prompt(messages, LONG) + renderer.response(response)
+    assert whole[: len(whole) - len(renderer.response(""))].count(renderer.eos_id) == (
+        len(messages) if has_template(renderer) else 0
+    )
+    assert renderer.text(renderer.response(response)) == response.strip()
+    cut = renderer.dialogue(messages, response, length)
+    assert cut is None or (
+        len(cut) <= length and cut[-len(renderer.response(response)) :] == renderer.response(response)
+    )
+
+
+def has_template(renderer):
+    return renderer.tokenizer.chat_template is not None
