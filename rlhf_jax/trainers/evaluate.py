@@ -50,7 +50,7 @@ class Response:
 def prompt_batch(rows: Sequence[list[int]], row_ids: np.ndarray, *, width: int, view: View) -> Prompts:
     """Rendered prompts on the devices that generate. `row_ids` name each row's sampling stream."""
     tokens_BP, mask_BP = pad_rows(rows, width, "left", 0)
-    return jax.device_put(Prompts(tokens_BP, mask_BP, row_ids.astype(np.int32)), batch_sharding(view))
+    return Prompts(*jax.device_put((tokens_BP, mask_BP, row_ids.astype(np.int32)), batch_sharding(view)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Evaluator:
         generation_params = self.steps.sampler.reshard(params)
         rows = [self.renderer.prompt(prompt, self.prompt_length) for prompt in prompts]
         tasks = [(i, s) for i in range(len(prompts)) for s in range(self.settings.samples)]
-        shards = view.size("data", "fsdp")
+        shards = view.batch_shards
         size = -(-min(self.settings.batch_size, len(tasks)) // shards) * shards
         responses = []
         for index, valid in sequential_batches(len(tasks), size):
@@ -81,7 +81,7 @@ class Evaluator:
             batch = prompt_batch([rows[i] for i in ids], index, width=self.prompt_length, view=view)
             rollout = self.steps.to_train(self.steps.sampler.generate(generation_params, batch, self.key))
             scored = self._score(rollout, [prompts[i] for i in ids])
-            responses += [self._response(tasks[index[b]], prompts, scored, b) for b in np.flatnonzero(valid)]
+            responses += [self._response(tasks[index[b]], prompts, scored, b) for b in np.flatnonzero(valid).tolist()]
         return responses
 
     def _score(self, rollout: Rollout, prompts: Sequence[Dialogue]) -> tuple[Any, ...]:

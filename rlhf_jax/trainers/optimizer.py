@@ -27,8 +27,8 @@ class TrainState:
 
     params: Any
     opt_state: Any
-    steps: jax.Array  # int32, optimizer steps taken
-    bad_steps: jax.Array  # int32, updates in a row that were skipped because they were not finite
+    steps: Any  # int32, optimizer steps taken
+    bad_steps: Any  # int32, updates in a row that were skipped because they were not finite
 
 
 def make_schedule(peak: float, *, steps: int, warmup_steps: int, schedule: str) -> optax.Schedule:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,35 +44,40 @@ class PpoTask:
 
 
 def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, clock: CompileClock) -> Learner:
-    """Runs the iterations that are left, from the last checkpoint of the run or from `learner`."""
-    config = task.config
-    checkpoints = Checkpoints(run_dir, PHASE, keep=config.run.keep)
-    learner, best = _resume(task, checkpoints, learner, log)
-    with (
-        Progress(PHASE) as progress,
-        stop_on_signal() as stop,
-        _saving_if_diverged(checkpoints, log, lambda: (learner, best)),
-    ):
-        pending = _Pending(task, log, progress)
-        for iteration in range(int(learner.iteration), config.ppo.iterations):
-            started, compiled = time.perf_counter(), clock.seconds
-            timed = PhaseTimer(clock, enabled=_due(iteration, config.run.profile_every))
+    """Runs the iterations that are left, from the last checkpoint of the run or from `learner`.
+
+    Raises:
+      Diverged: run.max_bad_steps updates in a row were not finite. They were skipped, and the state is saved.
+    """
+    run, ppo, evaluate_every = task.config.run, task.config.ppo, task.config.eval.every
+    checkpoints = Checkpoints(run_dir, PHASE, keep=run.keep)
+    learner, best = _resume(checkpoints, learner, log)
+    with Progress(PHASE) as progress, stop_on_signal() as stop:
+        pending = _Pending(task, log, progress, clock)
+        for iteration in range(int(learner.iteration), ppo.iterations):
+            timed = PhaseTimer(clock, enabled=_due(iteration, run.profile_every))
+            if timed.enabled:
+                pending.flush()
             learner, metrics = iterate(task, learner, iteration, timed)
-            pending.flush(learner)
-            spent, compiling = time.perf_counter() - started, clock.seconds - compiled
-            pending.put(iteration + 1, metrics, timed.seconds, spent - compiling, compiling)
-            last = iteration + 1 == config.ppo.iterations
-            if _due(iteration, config.eval.every) or (last and config.eval.every):
-                pending.flush(learner)
+            diverged = pending.flush() >= run.max_bad_steps
+            pending.put(iteration + 1, metrics, timed.seconds)
+            last = iteration + 1 == ppo.iterations
+            if _due(iteration, evaluate_every) or (last and evaluate_every):
+                pending.flush()
                 best = _evaluate(task, learner, iteration + 1, log, best)
-            if last or stop or _due(iteration, config.run.save_every):
-                pending.flush(learner)
+                pending.restart_clock()
+            if last or stop or diverged or _due(iteration, run.save_every):
+                pending.flush()
                 _save(checkpoints, learner, best, log)
+                pending.restart_clock()
+            if diverged:
+                raise Diverged(
+                    f"{run.max_bad_steps} updates in a row were not finite; lower the learning rates"
+                )
             if stop and not last:
                 stopped(stop, run_dir)
-        pending.flush(learner)
-    if not config.eval.every:
-        task.save_policy(learner.actor.params, config.ppo.iterations)
+    if not evaluate_every:
+        task.save_policy(learner.actor.params, ppo.iterations)
     checkpoints.close()
     return learner
 
@@ -135,7 +139,9 @@ def iterate(
             actor, actor_metrics = timed(
                 "update_actor", steps.update_actor, learner.actor, experience, learner.kl_coef, shuffle_key
             )
-        learner = steps.advance(learner.replace(actor=actor, critic=critic), metrics["reward/kl"])
+        learner = steps.advance(
+            dataclasses.replace(learner, actor=actor, critic=critic), metrics["reward/kl"]
+        )
     metrics |= {f"critic/{name}": number for name, number in critic_metrics.items() if name != "loss"}
     metrics |= {f"actor/{name}": number for name, number in actor_metrics.items()}
     if judge.gold is not None:
@@ -151,23 +157,32 @@ def iterate(
 
 
 class _Pending:
-    """An iteration's metrics, fetched once the next iteration has been dispatched."""
+    """An iteration's metrics, fetched once the next iteration has been dispatched.
 
-    def __init__(self, task: PpoTask, log: MetricsLog, progress: Progress):
-        self._task, self._log, self._progress = task, log, progress
-        self._waiting: tuple[Any, ...] | None = None
+    A step's seconds are those from when the previous step was done to when it is done itself, compilation taken off.
+    """
 
-    def put(
-        self, step: int, metrics: dict[str, Any], seconds: dict[str, float], step_s: float, compile_s: float
-    ) -> None:
-        self._waiting = step, metrics, seconds, step_s, compile_s
+    def __init__(self, task: PpoTask, log: MetricsLog, progress: Progress, clock: CompileClock):
+        self._task, self._log, self._progress, self._clock = task, log, progress, clock
+        self._waiting: tuple[int, dict[str, Any], dict[str, float]] | None = None
+        self.restart_clock()
 
-    def flush(self, learner: Learner) -> None:
+    def restart_clock(self) -> None:
+        self._since, self._compiled = time.perf_counter(), self._clock.seconds
+
+    def put(self, step: int, metrics: dict[str, Any], seconds: dict[str, float]) -> None:
+        self._waiting = step, metrics, seconds
+
+    def flush(self) -> int:
+        """Writes what waits. Returns how many updates in a row were skipped because they were not finite."""
         if self._waiting is None:
-            return
-        step, metrics, seconds, step_s, compile_s = self._waiting
+            return 0
+        step, metrics, seconds = self._waiting
         self._waiting = None
         numbers = jax.device_get(metrics)
+        compile_s = self._clock.seconds - self._compiled
+        step_s = max(time.perf_counter() - self._since - compile_s, 1e-9)
+        self.restart_clock()
         prompt_lengths, lengths = numbers.pop("prompt_length_B"), numbers.pop("length_B")
         tokens = int(prompt_lengths.sum() + lengths.sum())
         numbers |= {**seconds, "timing_s/step": step_s, "timing_s/compile": compile_s}
@@ -180,27 +195,7 @@ class _Pending:
             numbers["perf/gen_tokens_per_s"] = int(lengths.sum()) / max(seconds["timing_s/gen"], 1e-9)
         self._log.write(PHASE, step, numbers)
         self._progress.update(step, self._task.config.ppo.iterations, numbers)
-        _check_finite(learner, self._task.config.run.max_bad_steps)
-
-
-@contextlib.contextmanager
-def _saving_if_diverged(
-    checkpoints: Checkpoints, log: MetricsLog, state: Callable[[], tuple[Learner, dict[str, float]]]
-) -> Iterator[None]:
-    """Non-finite updates were skipped, so that the state at hand is the last good one."""
-    try:
-        yield
-    except Diverged:
-        _save(checkpoints, *state(), log)
-        raise
-
-
-def _check_finite(learner: Learner, limit: int) -> None:
-    bad = max(int(learner.actor.bad_steps), int(learner.critic.bad_steps))
-    if bad >= limit:
-        raise Diverged(
-            f"{bad} updates in a row were not finite (run.max_bad_steps={limit}); lower the learning rates"
-        )
+        return int(max(numbers["critic/bad_steps"], numbers.get("actor/bad_steps", 0)))
 
 
 def _due(iteration: int, every: int) -> bool:
@@ -208,9 +203,7 @@ def _due(iteration: int, every: int) -> bool:
     return every > 0 and (iteration + 1) % every == 0
 
 
-def _resume(
-    task: PpoTask, checkpoints: Checkpoints, learner: Learner, log: MetricsLog
-) -> tuple[Learner, dict[str, float]]:
+def _resume(checkpoints: Checkpoints, learner: Learner, log: MetricsLog) -> tuple[Learner, dict[str, float]]:
     step = checkpoints.latest_step()
     if step is None:
         log.rewind(PHASE, -1)
@@ -241,8 +234,9 @@ def _evaluate(
         "eval/kl": float(np.mean([r.kl for r in responses])),
         "eval/response_length": float(np.mean([r.length for r in responses])),
     }
-    if responses[0].gold is not None:
-        numbers["eval/gold_mean"] = float(np.mean([r.gold for r in responses]))
+    golds = [r.gold for r in responses if r.gold is not None]
+    if golds:
+        numbers["eval/gold_mean"] = float(np.mean(golds))
     log.write("eval", step, numbers)
     if score <= best.get("score", -np.inf):
         return best

@@ -133,7 +133,7 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         state, metrics = passes(
             tx, loss, state, experience, order, micro_batch_size=ppo.micro_batch_size, stop_kl=stop_kl
         )
-        return state, {**metrics, "lr": lr}
+        return state, {**metrics, "lr": lr, "bad_steps": state.bad_steps}
 
     def update_actor(state, experience, kl_coef, key):
         temperature = config.rollout.temperature
@@ -155,7 +155,7 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
 
     def advance(learner, observed_kl):
         iteration, kl_coef = next_iteration(learner.iteration, learner.kl_coef, observed_kl)
-        return learner.replace(iteration=iteration, kl_coef=kl_coef)
+        return dataclasses.replace(learner, iteration=iteration, kl_coef=kl_coef)
 
     def init_learner(params, critic_params):
         return Learner(

@@ -69,7 +69,9 @@ def reward_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Ranking loss of a batch of pairs, a sum over pairs divided by `denominator`."""
     T = pairs.tokens_B2T.shape[-1]
-    scores_N = model.apply({"params": params}, pairs.tokens_B2T.reshape(-1, T), pairs.mask_B2T.reshape(-1, T))
+    scores_N: Any = model.apply(
+        {"params": params}, pairs.tokens_B2T.reshape(-1, T), pairs.mask_B2T.reshape(-1, T)
+    )
     scores_B2 = scores_N.reshape(-1, 2)
     return ranking_loss(
         scores_B2[:, 0],
@@ -87,7 +89,7 @@ def pair_batch(pairs: Sequence[RenderedPair], max_length: int, view: View) -> Pa
     width = width_for(max(map(len, rows)), WIDTH_STEP, max_length)
     tokens, mask = pad_rows(rows, width, "right", 0)
     shape = (len(pairs), 2, width)
-    return jax.device_put(PairBatch(tokens.reshape(shape), mask.reshape(shape)), batch_sharding(view))
+    return PairBatch(*jax.device_put((tokens.reshape(shape), mask.reshape(shape)), batch_sharding(view)))
 
 
 def pair_accuracy(reward_model: RewardModel, pairs: Sequence[RenderedPair]) -> tuple[float, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+from etils import epath
 from jax.sharding import Sharding
 
 from rlhf_jax.data.preferences import Preference
@@ -148,6 +148,6 @@ def _copy_to(leaf: Any, sharding: Sharding) -> jax.Array:
     return jax.device_put(leaf, sharding, may_alias=False)
 
 
-def is_complete(directory: pathlib.Path) -> bool:
+def is_complete(directory: epath.Path) -> bool:
     """True for an exported model; exports are renamed into place when whole."""
     return (directory / "config.json").exists()

@@ -67,7 +67,7 @@ def dialogue_batch(dialogues: Sequence[RenderedDialogue], max_length: int, view:
     tokens_BT, mask_BT = pad_rows(rows, width_for(max(map(len, rows)), WIDTH_STEP, max_length), "right", 0)
     start_B1 = np.array([[len(d.tokens) - d.response_length] for d in dialogues])
     target_BT = mask_BT & (np.arange(tokens_BT.shape[1]) >= start_B1)
-    return jax.device_put(Dialogues(tokens_BT, mask_BT, target_BT), batch_sharding(view))
+    return Dialogues(*jax.device_put((tokens_BT, mask_BT, target_BT), batch_sharding(view)))
 
 
 def sft_loss(
@@ -122,7 +122,7 @@ def train_sft(
 
     def total_nats(params, batch, valid_B):
         one = {"tokens": 1, "rows": 1}
-        targets = batch.replace(target_BT=batch.target_BT & valid_B[:, None])
+        targets = dataclasses.replace(batch, target_BT=batch.target_BT & valid_B[:, None])
         return loss(params, targets, denominator=one)[0], counts(targets.target_BT)["tokens"]
 
     total_nats = in_view(view, total_nats)
