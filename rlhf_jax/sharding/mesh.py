@@ -1,9 +1,9 @@
 """One grid of devices, and each role's view of it.
 
-The grid is a single `jax.sharding.Mesh` whose axes are prime factors, for instance 2 x 2 x 2. A role groups these small
-axes into `data`, `fsdp` and `tensor`. The training layout and the generation layout of the actor are then two groupings
-of the same grid, and moving between them is a plain `jit` (HybridFlow's regrouping, https://arxiv.org/abs/2409.19256,
-section 5).
+The grid is a single `jax.sharding.Mesh` whose axes are prime factors, for instance 2 x 2 x 2. A role groups
+these small axes into `data`, `fsdp` and `tensor`. The training layout and the generation layout of the
+actor are then two groupings of the same grid, and moving between them is a plain `jit` (HybridFlow's
+regrouping, https://arxiv.org/abs/2409.19256, section 5).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +36,11 @@ class View:
         return math.prod(self.mesh.shape[axis] for axis in self.grid_axes(role_axes))
 
     @property
+    def batch_shards(self) -> int:
+        """Over how many groups of devices the rows of a batch are split: batch sizes are multiples of it."""
+        return self.size("data", "fsdp")
+
+    @property
     def shape(self) -> dict[str, int]:
         return {axis: self.size(axis) for axis in ROLE_AXES}
 
@@ -49,13 +55,14 @@ def prime_factors(number: int) -> list[int]:
     return factors
 
 
-def training_view(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> View:
+def training_view(shape: Mapping[str, int], devices: Sequence[Any] | None = None) -> View:
     """The grid, factored along the training shape, and the training role's view of it.
 
     `tensor` takes the last axes, hence neighbouring devices, and `data` the first.
 
     Args:
       shape: sizes of data, fsdp and tensor, whose product is the number of devices.
+      devices: of `jax.devices()`; none: all of them.
     """
     devices = jax.devices() if devices is None else devices
     factors = {axis: prime_factors(shape[axis]) for axis in ROLE_AXES}
@@ -71,8 +78,8 @@ def training_view(shape: Mapping[str, int], devices: Sequence[jax.Device] | None
 def regroup(view: View, shape: Mapping[str, int]) -> View:
     """Another shape over the same grid, chosen so that each device keeps what it has.
 
-    The new tensor axis takes the major axes of the old one first, then fsdp's, then data's: where the shapes are nested,
-    each device's shard in `view` is a part of its shard in the new view.
+    The new tensor axis takes the major axes of the old one first, then fsdp's, then data's: where the
+    shapes are nested, each device's shard in `view` is a part of its shard in the new view.
     """
     rest = [axis for role_axis in ("tensor", "fsdp", "data") for axis in getattr(view, role_axis)]
 

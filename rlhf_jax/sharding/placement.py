@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -23,8 +24,8 @@ class Views:
     reward: View
 
 
-def make_views(config: Config, devices: Sequence[jax.Device] | None = None) -> Views:
-    """Views of the given devices, or of all.
+def make_views(config: Config, devices: Sequence[Any] | None = None) -> Views:
+    """Views of the given devices of `jax.devices()`, or of all.
 
     Raises:
       InputError: a layout does not cover the devices.

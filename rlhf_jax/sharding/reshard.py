@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 
 def make_reshard(shardings: Any, transform: Callable[[Any], Any] = lambda tree: tree) -> Callable[[Any], Any]:
-    """A jitted function that moves a tree to these shardings (of the transformed tree). The source stays alive."""
+    """A jitted function that moves a tree to the shardings of its transform; the source stays alive."""
     return jax.jit(transform, out_shardings=shardings)
 
 

@@ -1,7 +1,7 @@
 """From logical axes to devices: one table of rules, read through a role's view of the grid.
 
-Models name the axes of their parameters and activations (`nn.with_logical_partitioning`); this table says which of a
-role's axes shards each of them. An axis that is not in the table raises.
+Models name the axes of their parameters and activations (`nn.with_logical_partitioning`); this table says
+which of a role's axes shards each of them. An axis that is not in the table raises.
 """
 
 from __future__ import annotations
@@ -46,13 +46,19 @@ def partition(view: View, axes: Sequence[str | None], shape: Sequence[int]) -> P
     """
     entries = []
     for axis, size in zip(axes, shape, strict=True):
-        if axis is not None and axis not in RULES:
-            raise KeyError(
-                f"logical axis {axis!r} has no rule; add it to RULES in {__name__} (known: {', '.join(RULES)})"
-            )
-        role_axes = RULES[axis] if axis is not None else ()
+        role_axes = _rule(axis)
         entries.append(view.grid_axes(role_axes) if size % view.size(*role_axes) == 0 else ())
     return PartitionSpec(*(entry or None for entry in entries))
+
+
+def _rule(axis: str | None) -> tuple[str, ...]:
+    """The role axes that shard a logical axis."""
+    if axis is None:
+        return ()
+    if axis not in RULES:
+        known = ", ".join(RULES)
+        raise KeyError(f"logical axis {axis!r} has no rule; add it to RULES in {__name__} (known: {known})")
+    return RULES[axis]
 
 
 def is_axes(node: Any) -> bool:
@@ -75,13 +81,13 @@ def parameter_shardings(view: View, axes: Any, shapes: Any) -> Any:
 
 
 def replicated_dimensions(view: View, axes: Any, shapes: Any) -> list[str]:
-    """Parameters with a dimension that stays whole because its mesh axes do not divide it, for people to read."""
+    """A line for each dimension of a parameter that stays whole because its mesh axes do not divide it."""
     found = []
     for (path, names), leaf in zip(
         jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes), jax.tree.leaves(shapes), strict=True
     ):
         for name, size in zip(names, leaf.shape, strict=True):
-            shards = view.size(*RULES[name]) if name is not None else 1
+            shards = view.size(*_rule(name))
             if size % shards:
                 found.append(
                     f"{jax.tree_util.keystr(path)}: {name} {size} is not divisible by {shards}, kept whole"
