@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ class Decoder(NamedTuple):
 
 
 def decoder_for(model: nn.Module) -> Decoder:
-    """The model's own `prefill` and `decode` where it has them, else recomputation of the whole sequence for each token."""
+    """The model's own `prefill` and `decode`; without them, the whole sequence again for each token."""
     if not hasattr(model, "decode"):
         return recomputing_decoder(model)
 
@@ -47,17 +48,21 @@ class TokenCache:
 
 
 def recomputing_decoder(model: nn.Module) -> Decoder:
-    """Generation for any module with `apply(variables, tokens_BT, mask_BT) -> logits_BTV`: simple, and quadratic in the length."""
+    """Generation for any module with `apply(variables, tokens_BT, mask_BT) -> logits_BTV`.
+
+    Simple, and quadratic in the length.
+    """
 
     def prefill(params, tokens_BP, mask_BP, cache_length):
         room = ((0, 0), (0, cache_length - tokens_BP.shape[1]))
         cache = TokenCache(jnp.pad(tokens_BP, room), jnp.pad(mask_BP, room), jnp.int32(tokens_BP.shape[1]))
-        return model.apply({"params": params}, tokens_BP, mask_BP)[:, -1], cache
+        logits_BPV: Any = model.apply({"params": params}, tokens_BP, mask_BP)
+        return logits_BPV[:, -1], cache
 
     def decode(params, token_B, cache):
         tokens_BS = cache.tokens_BS.at[:, cache.slot].set(token_B)
         mask_BS = cache.mask_BS.at[:, cache.slot].set(True)
-        logits_BSV = model.apply({"params": params}, tokens_BS, mask_BS)
+        logits_BSV: Any = model.apply({"params": params}, tokens_BS, mask_BS)
         return logits_BSV[:, cache.slot], TokenCache(tokens_BS, mask_BS, cache.slot + 1)
 
     return Decoder(prefill, decode)
@@ -88,11 +93,13 @@ def generate(
 ) -> Rollout:
     """A response to each prompt.
 
-    Row b's token at position t depends on its prompt, on `key`, on `prompts.row_B[b]` and on t, not on the rest of the batch.
-    The loop ends with the longest response. Which responses were truncated is known from the loop, not from ids.
+    Row b's token at position t depends on its prompt, on `key`, on `prompts.row_B[b]` and on t, not on the
+    rest of the batch. The loop ends with the longest response. Which responses were truncated is known from
+    the loop, not from ids.
 
     Args:
-      prompts: padded on the left.   key: a typed key; one for each rollout.   eos_ids: the ids that end a response.
+      prompts: padded on the left.   key: a typed key; one for each rollout.
+      eos_ids: the ids that end a response.
     """
     B, P = prompts.tokens_BP.shape
     T = response_length
@@ -102,7 +109,8 @@ def generate(
         uniform_B = row_uniforms(key, prompts.row_B, loop.t)
         token_B, logprob_B = sample(logits_BV, uniform_B, temperature=temperature, top_k=top_k, top_p=top_p)
         live_B = ~loop.ended_B
-        return loop.replace(
+        return dataclasses.replace(
+            loop,
             t=loop.t + 1,
             token_B=token_B,
             ended_B=loop.ended_B | jnp.isin(token_B, eos),
@@ -113,7 +121,7 @@ def generate(
 
     def step(loop: _Loop) -> _Loop:
         logits_BV, cache = decoder.decode(params, loop.token_B, loop.cache)
-        return emit(loop.replace(cache=cache), logits_BV)
+        return emit(dataclasses.replace(loop, cache=cache), logits_BV)
 
     logits_BV, cache = decoder.prefill(params, prompts.tokens_BP, prompts.mask_BP, P + T)
     start = _Loop(

@@ -1,12 +1,15 @@
 """Scores of finished responses: by a reward model, or by a Python function.
 
-Both are called with the rollout, its prompts as messages and its responses as text, and return one raw score a response.
+Both are called with the rollout, its prompts as messages and its responses as text, and return one raw
+score a response.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -43,7 +46,8 @@ class RewardModel:
       renderer: how it reads a dialogue.
       view: its view of the device grid.
       max_length: longest dialogue in tokens.   batch_size: dialogues a forward pass.
-      reads_rollouts: its tokenizer and rendering are the policy's, so that a rollout's tokens can be scored on the device.
+      reads_rollouts: its tokenizer and rendering are the policy's, so that a rollout's tokens can be scored
+        on the device.
     """
 
     def __init__(
@@ -59,13 +63,14 @@ class RewardModel:
     ):
         self.params, self.renderer, self.view = params, renderer, view
         self.max_length, self.reads_rollouts = max_length, reads_rollouts
-        shards = view.size("data", "fsdp")
+        shards = view.batch_shards
         self.batch_size = -(-batch_size // shards) * shards
 
         def score(params, tokens_BT, mask_BT):
             return model.apply({"params": params}, tokens_BT, mask_BT)
 
         def score_rollout(params, rollout):
+            assert renderer.eos_id is not None  # only an encoder may have none, and it reads no rollouts
             return score(params, *with_final_eos(rollout, renderer.eos_id))
 
         self._score = in_view(view, score)
@@ -85,11 +90,13 @@ class RewardModel:
         rows = [
             self.renderer.dialogue(*pair, self.max_length) for pair in zip(prompts, responses, strict=True)
         ]
-        if None in rows:
+        whole = [row for row in rows if row is not None]
+        if len(whole) < len(rows):
             raise InputError(
-                f"a response alone is longer than reward.max_length={self.max_length} tokens of the reward model; raise it"
+                f"a response alone is longer than reward.max_length={self.max_length} tokens of the "
+                "reward model; raise it"
             )
-        return self.score_tokens(rows)
+        return self.score_tokens(whole)
 
     def score_tokens(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Raw scores of rendered dialogues, of any number and lengths."""
@@ -118,10 +125,17 @@ class RewardFunction:
         self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
     ) -> np.ndarray:
         messages = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts]
-        scores = np.asarray(self._function(messages, list(responses)), np.float32)
+        given = self._function(messages, list(responses))
+        try:
+            scores = np.asarray(given, np.float32)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{self.name} gave no numbers ({error}); return one for each response"
+            ) from error
         if scores.shape != (len(responses),):
             raise InputError(
-                f"{self.name} gave shape {scores.shape} for {len(responses)} responses; return one number each"
+                f"{self.name} gave shape {scores.shape} for {len(responses)} responses; "
+                "return one number each"
             )
         if not np.isfinite(scores).all():
             row = int(np.flatnonzero(~np.isfinite(scores))[0])
@@ -131,6 +145,8 @@ class RewardFunction:
 
 def _import_function(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # an installed command does not look where it is started
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """One token a row, by inverting the distribution function at one uniform number.
 
-`jax.random.categorical` draws a Gumbel number for every entry of the vocabulary; one uniform a row gives the same
-distribution for a fraction of the work, and makes a row's sample independent of the batch it lies in.
+`jax.random.categorical` draws a Gumbel number for every entry of the vocabulary; one uniform a row gives the
+same distribution for a fraction of the work, and makes a row's sample independent of the batch it lies in.
 """
 
 from __future__ import annotations
@@ -41,24 +41,33 @@ def truncate(logits_BV: jax.Array, *, top_k: int = 0, top_p: float = 1.0) -> jax
 
 
 def invert_cdf(logits_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
-    """The token at which the distribution function of softmax(logits) passes the uniform number. [B] int32."""
+    """The token at which the distribution function of softmax(logits) passes the uniform number, int32 [B].
+
+    A token of probability 0 is never drawn.
+    """
     B, V = logits_BV.shape
     weight_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
     weight_BNW = jnp.pad(weight_BV, ((0, 0), (0, -V % BLOCK))).reshape(B, -1, BLOCK)
-    cdf_BN = jnp.cumsum(weight_BNW.sum(-1), axis=-1)
+    weight_BN = weight_BNW.sum(-1)
+    cdf_BN = jnp.cumsum(weight_BN, axis=-1)
     point_B = uniform_B * cdf_BN[:, -1]
-    block_B = _first_above(cdf_BN, point_B)
-    start_B = jnp.where(
-        block_B > 0, jnp.take_along_axis(cdf_BN, jnp.maximum(block_B - 1, 0)[:, None], 1)[:, 0], 0.0
-    )
-    cdf_BW = jnp.cumsum(jnp.take_along_axis(weight_BNW, block_B[:, None, None], 1)[:, 0], axis=-1)
-    return (block_B * BLOCK + _first_above(cdf_BW, point_B - start_B)).astype(jnp.int32)
+    block_B = _first_above(cdf_BN, weight_BN, point_B)
+    before_B = jnp.take_along_axis(cdf_BN, jnp.maximum(block_B - 1, 0)[:, None], 1)[:, 0]
+    start_B = jnp.where(block_B > 0, before_B, 0.0)
+    weight_BW = jnp.take_along_axis(weight_BNW, block_B[:, None, None], 1)[:, 0]
+    place_B = _first_above(jnp.cumsum(weight_BW, axis=-1), weight_BW, point_B - start_B)
+    return jnp.minimum(block_B * BLOCK + place_B, V - 1).astype(jnp.int32)
 
 
-def _first_above(cdf_BN: jax.Array, point_B: jax.Array) -> jax.Array:
-    """First index whose cdf is above the point; where rounding leaves none, the last one that adds probability."""
-    last_B = jnp.argmax(cdf_BN, axis=-1)  # argmax takes the first of equals: the last entry with any weight
-    return jnp.minimum(jnp.sum(cdf_BN <= point_B[:, None], axis=-1), last_B)
+def _first_above(cdf_BN: jax.Array, weight_BN: jax.Array, point_B: jax.Array) -> jax.Array:
+    """First index with weight whose cdf is above the point; where rounding leaves none, the last with weight.
+
+    A sum in parallel may round to a step up or down where the weight is 0, so the weight itself is asked.
+    """
+    some_BN = weight_BN > 0
+    above_BN = some_BN & (cdf_BN > point_B[:, None])
+    last_B = weight_BN.shape[-1] - 1 - jnp.argmax(some_BN[:, ::-1], axis=-1)
+    return jnp.where(above_BN.any(-1), jnp.argmax(above_BN, axis=-1), last_B)
 
 
 def sample(
@@ -66,14 +75,15 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and their log-probabilities.
 
-    The log-probability is that of the full tempered distribution, whatever top-k and top-p cut away. Temperature 0 takes the
-    likeliest token and gives its log-probability at temperature 1.
+    The log-probability is that of the full tempered distribution, whatever top-k and top-p cut away.
+    Temperature 0 takes the likeliest token and gives its log-probability at temperature 1.
 
     Args:
-      logits_BV: raw logits, float32.   uniform_B: uniform numbers in [0, 1).
+      logits_BV: raw logits, of any float type.   uniform_B: uniform numbers in [0, 1).
     Returns:
       (token_B int32, logprob_B float32)
     """
+    logits_BV = logits_BV.astype(jnp.float32)
     if temperature == 0:
         token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     else:

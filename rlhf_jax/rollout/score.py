@@ -1,7 +1,7 @@
 """What the policy, the reference, the critic and the reward model say of a rollout.
 
-The token at response position t is predicted at sequence position P + t - 1: its log-probability comes from the logits there,
-and its value is the critic's output there, the state before the token.
+The token at response position t is predicted at sequence position P + t - 1: its log-probability comes from
+the logits there, and its value is the critic's output there, the state before the token.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ def response_logprobs(
     P = rollout.tokens_BS.shape[1] - rollout.mask_BT.shape[1]
     inputs = rollout.tokens_BS[:, :-1], rollout.mask_BS[:, :-1]
     if not (hasattr(model, "hidden") and hasattr(model, "unembed")):
-        logits_BTV = model.apply({"params": params}, *inputs)[:, P - 1 :].astype(jnp.float32) / temperature
+        whole_BSV: Any = model.apply({"params": params}, *inputs)
+        logits_BTV = whole_BSV[:, P - 1 :].astype(jnp.float32) / temperature
         return token_logprobs(logits_BTV, rollout.response_BT), entropy_from_logits(logits_BTV)
-    hidden_BTD = model.apply({"params": params}, *inputs, method="hidden")[:, P - 1 :]
+    hidden_BSD: Any = model.apply({"params": params}, *inputs, method="hidden")
 
     def unembed(hidden):
         return model.apply({"params": params}, hidden, method="unembed")
 
-    return chunked_logprobs(hidden_BTD, unembed, rollout.response_BT, temperature=temperature, chunk=CHUNK)
+    return chunked_logprobs(
+        hidden_BSD[:, P - 1 :], unembed, rollout.response_BT, temperature=temperature, chunk=CHUNK
+    )
 
 
 def response_values(model: nn.Module, params: Any, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
@@ -48,15 +51,17 @@ def response_values(model: nn.Module, params: Any, rollout: Rollout) -> tuple[ja
       (values_BT, final_B): the value before each response token, and after the last valid one.
     """
     T = rollout.mask_BT.shape[1]
-    values_BS = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS)
-    final_B = jnp.take_along_axis(values_BS[:, -T:], jnp.maximum(rollout.length_B - 1, 0)[:, None], axis=1)[
-        :, 0
-    ]
+    values_BS: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS)
+    last_B1 = jnp.maximum(rollout.length_B - 1, 0)[:, None]
+    final_B = jnp.take_along_axis(values_BS[:, -T:], last_B1, axis=1)[:, 0]
     return values_BS[:, -T - 1 : -1], final_B
 
 
 def with_final_eos(rollout: Rollout, eos_id: int) -> tuple[jax.Array, jax.Array]:
-    """Prompt and response as a causal reward model reads them: with an EOS at the end, appended where it is absent.
+    """Prompt and response as a causal reward model reads them: ended by its EOS.
+
+    The EOS is appended to a truncated response, and stands in for another EOS id of the policy, which the
+    reward model never saw at the end of a text.
 
     Returns:
       (tokens_BS, mask_BS) one column wider than the rollout.
@@ -65,6 +70,6 @@ def with_final_eos(rollout: Rollout, eos_id: int) -> tuple[jax.Array, jax.Array]
     S = rollout.tokens_BS.shape[1] + 1
     position_1S = jnp.arange(S)[None, :]
     end_B1 = P + rollout.length_B[:, None]
-    append_BS = (position_1S == end_B1) & rollout.truncated_B[:, None]
-    tokens_BS = jnp.where(append_BS, eos_id, jnp.pad(rollout.tokens_BS, ((0, 0), (0, 1))))
-    return tokens_BS, jnp.pad(rollout.mask_BS, ((0, 0), (0, 1))) | append_BS
+    last_BS = position_1S == jnp.where(rollout.truncated_B[:, None], end_B1, end_B1 - 1)
+    tokens_BS = jnp.where(last_BS, eos_id, jnp.pad(rollout.tokens_BS, ((0, 0), (0, 1))))
+    return tokens_BS, jnp.pad(rollout.mask_BS, ((0, 0), (0, 1))) | last_BS
