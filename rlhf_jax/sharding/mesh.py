@@ -76,25 +76,27 @@ def training_view(shape: Mapping[str, int], devices: Sequence[Any] | None = None
 
 
 def regroup(view: View, shape: Mapping[str, int]) -> View:
-    """Another shape over the same grid, chosen so that each device keeps what it has.
+    """Another shape over the same grid, chosen so that each device keeps as much of a parameter as it can.
 
-    The new tensor axis takes the major axes of the old one first, then fsdp's, then data's: where the
-    shapes are nested, each device's shard in `view` is a part of its shard in the new view.
+    The new tensor and fsdp axes first keep the major axes of the old ones, as many as fit: then a device's
+    shard of the larger axis is a part of its shard of the smaller. What they still lack comes from data,
+    where every device has the whole, then from the minor axes that the other one gives up.
     """
-    rest = [axis for role_axis in ("tensor", "fsdp", "data") for axis in getattr(view, role_axis)]
+    free = [axis for axis in view.mesh.axis_names if view.mesh.shape[axis] > 1]
+    missing = dict(shape)
 
-    def take(size: int, candidates: list[str]) -> tuple[str, ...]:
+    def take(role_axis: str, candidates: Sequence[str]) -> tuple[str, ...]:
         taken = []
         for axis in candidates:
-            if size % view.mesh.shape[axis] == 0 and view.mesh.shape[axis] > 1:
+            if axis in free and missing[role_axis] % view.mesh.shape[axis] == 0:
+                missing[role_axis] //= view.mesh.shape[axis]
+                free.remove(axis)
                 taken.append(axis)
-                size //= view.mesh.shape[axis]
-        for axis in taken:
-            rest.remove(axis)
         return tuple(taken)
 
-    tensor = take(shape["tensor"], rest)
-    fsdp = take(
-        shape["fsdp"], [axis for axis in view.fsdp if axis in rest] + [a for a in rest if a not in view.fsdp]
-    )
-    return View(view.mesh, tuple(axis for axis in view.mesh.axis_names if axis in rest), fsdp, tensor)
+    tensor, fsdp = take("tensor", view.tensor), take("fsdp", view.fsdp)
+    others = [*view.data, *reversed(view.fsdp), *reversed(view.tensor)]
+    tensor += take("tensor", others)
+    fsdp += take("fsdp", others)
+    data = tuple(axis for axis in view.mesh.axis_names if axis not in tensor + fsdp)
+    return View(view.mesh, data, fsdp, tensor)
