@@ -112,14 +112,14 @@ class RewardModel:
 
 
 class RewardFunction:
-    """A Python function of (prompts, responses) -> scores, named `module:function`. It runs as code.
+    """A Python function of (prompts, responses) -> scores, itself or its name `module:function`, which is imported.
 
     It gets the prompts as lists of {"role", "content"} and the responses as strings.
     """
 
-    def __init__(self, name: str):
-        self.name = name
-        self._function = _import_function(name)
+    def __init__(self, function: str | Callable[..., Any]):
+        self.name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
+        self._function = _import_function(function) if isinstance(function, str) else function
 
     def __call__(
         self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
