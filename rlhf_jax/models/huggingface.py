@@ -36,10 +36,8 @@ def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: i
     hf = read_hf_config(directory)
     config, family = config_from_json(hf, where), family_of(hf, where)
     if isinstance(config, EncoderConfig) and head not in family.architectures:
-        raise InputError(
-            f"{name_or_dir} is an encoder ({family.model_type}), which sees the future: it has no {head!r} head; "
-            "use a decoder"
-        )
+        kind = f"an encoder ({family.model_type}), which sees the future"
+        raise InputError(f"{name_or_dir} is {kind}: it has no {head!r} head; use a decoder")
     model = build_model(config, head=head, dtype=dtype)
     return model, {"params": read_params(directory, family, shapes(model), lambda: fresh_head(model, seed))}
 
@@ -48,9 +46,9 @@ def model_directory(name_or_dir) -> pathlib.Path:
     """The directory itself, or that of the hub's snapshot of this name."""
     name = os.fspath(name_or_dir)
     path = pathlib.Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.is_file() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
+    if not name or path.is_file() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(f"{name!r} is not a directory; give one with config.json and model.safetensors")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +34,12 @@ def init_model(
 ):
     """(model, variables) with fresh weights: normal with standard deviation 0.02, biases 0, norm scales 1."""
     model = build_model(config, head=head, dtype=dtype)
-    return model, {"params": jax.jit(lambda key: meta.unbox(_boxed(model, key)))(jax.random.key(seed))}
+    return model, {"params": _fresh(model, jax.random.key(seed))}
 
 
 def fresh_head(model, seed: int):
     """The subtree params["head"] of `init_model` with the same seed, without the backbone."""
-    return jax.jit(lambda key: meta.unbox(_boxed(model, key)["head"]))(jax.random.key(seed))
+    return _fresh_head(model, jax.random.key(seed))
 
 
 def shapes(model) -> dict:
@@ -47,14 +48,25 @@ def shapes(model) -> dict:
 
 
 def logical_axes(model) -> dict:
-    """The tree of parameters with each leaf's tuple of logical axis names."""
+    """The tree of parameters with each leaf's tuple of logical axis names; None where it has none."""
     boxed = jax.eval_shape(lambda: _boxed(model, jax.random.key(0)))
     is_box = lambda x: isinstance(x, nn.LogicallyPartitioned)  # noqa: E731
-    return jax.tree.map(lambda x: tuple(x.names), boxed, is_leaf=is_box)
+    names = lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim  # noqa: E731
+    return jax.tree.map(names, boxed, is_leaf=is_box)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fresh(model, key):
+    return meta.unbox(_boxed(model, key))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fresh_head(model, key):
+    return meta.unbox(_boxed(model, key)["head"])
 
 
 def _boxed(model, key):
-    return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    return model.init(key, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))["params"]
 
 
 def unstack_layers(params: Mapping) -> dict:
