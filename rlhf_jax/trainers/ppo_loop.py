@@ -17,6 +17,7 @@ from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog, Progress
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views
+from rlhf_jax.sharding.rules import replicated
 from rlhf_jax.trainers.evaluate import Evaluator, prompt_batch, response_texts
 from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import Diverged
@@ -127,6 +128,7 @@ def iterate(
     texts = response_texts(judge.renderer, rollout)
     scores_B = judge.scale(timed("reward", judge.scorer, rollout, messages, texts))
     scores_B = jax.device_put(scores_B, rollout.truncated_B.sharding)
+    shuffle_key = jax.device_put(shuffle_key, replicated(task.views.train))
 
     statistics = Statistics(scores_B, old_logprobs_BT, ref_logprobs_BT, values_BT, final_values_B)
     with jax.transfer_guard("disallow"):
