@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 
@@ -87,9 +88,10 @@ def make_ppo_task(
     prompts: Sequence[Dialogue],
     held_out: Sequence[Dialogue],
     save_policy: Callable[[Any, int], None],
+    critic: tuple[nn.Module, Any] | None = None,
 ) -> tuple[PpoTask, Learner]:
-    """The task, and the learner that it begins with."""
-    critic, critic_params = load_critic(config.critic.init, policy, reward, config.run.seed)
+    """The task, and the learner that it begins with. The critic is (model, params), or what critic.init says."""
+    critic, critic_params = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
     steps = make_ppo_steps(config, evaluator.steps, critic, critic_params)
     learner = steps.init_learner(
         place(policy.model, policy.params, views.train), place(critic, critic_params, views.critic)
