@@ -81,7 +81,9 @@ class Evaluator:
             batch = prompt_batch([rows[i] for i in ids], index, width=self.prompt_length, view=view)
             rollout = self.steps.to_train(self.steps.sampler.generate(generation_params, batch, self.key))
             scored = self._score(rollout, [prompts[i] for i in ids])
-            responses += [self._response(tasks[index[b]], prompts, scored, b) for b in np.flatnonzero(valid).tolist()]
+            responses += [
+                self._response(tasks[index[b]], prompts, scored, b) for b in np.flatnonzero(valid).tolist()
+            ]
         return responses
 
     def _score(self, rollout: Rollout, prompts: Sequence[Dialogue]) -> tuple[Any, ...]:

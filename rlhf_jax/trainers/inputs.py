@@ -66,9 +66,9 @@ def split_prompts(data: Data, pairs: Pairs | None, seed: int, *, held_out: int) 
         train = prompts_of(pairs.train, first_turn=data.first_turn)
         evaluation = prompts_of(pairs.held_out, first_turn=data.first_turn)
     else:
-        train = _read_prompts(data.prompts, data)
+        train = _read_prompts(data.prompts, data, seed)
         if data.validation is not None:
-            evaluation = _read_prompts(data.validation, data)
+            evaluation = _read_prompts(data.validation, data, seed)
         else:
             order = np.random.default_rng(seed).permutation(len(train))
             evaluation = [train[i] for i in order[: max(1, round(data.validation_fraction * len(train)))]]
@@ -86,8 +86,8 @@ def split_prompts(data: Data, pairs: Pairs | None, seed: int, *, held_out: int) 
     return PromptSplit(kept, evaluation[:held_out])
 
 
-def _read_prompts(source: str, data: Data) -> list[Dialogue]:
-    prompts, dropped = read_prompts(source, limit=data.limit)
+def _read_prompts(source: str, data: Data, seed: int) -> list[Dialogue]:
+    prompts, dropped = read_prompts(source, limit=data.limit, seed=seed)
     _say(source, len(prompts), "prompts", dropped)
     return list(dict.fromkeys(opening_turn(prompt) if data.first_turn else prompt for prompt in prompts))
 

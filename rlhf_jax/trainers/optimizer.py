@@ -133,7 +133,7 @@ def update_step(
       metrics are all 0 but for `skipped`.
     """
     (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     good = jnp.isfinite(norm) & jnp.isfinite(value)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     keep = functools.partial(jax.tree.map, functools.partial(jnp.where, good))

@@ -12,6 +12,7 @@ from flax.core import meta
 from rlhf_jax.checks import check, check_devices
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
+from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog
 from rlhf_jax.rollout.reward_model import RewardFunction, Scale
 from rlhf_jax.run_directory import open_run
@@ -36,8 +37,12 @@ def own_policy_task(
     held_out: Sequence[Dialogue] = (),
     save_policy: Callable[[Any, int], None] = lambda params, step: None,
 ) -> tuple[PpoTask, Learner]:
-    """The task of `train_own_policy` and the learner that it begins with, for a loop of one's own over `iterate`."""
+    """The task of `train_own_policy` and its first learner, for a loop of one's own over `iterate`."""
     check(config)
+    if config.eval.every and not held_out:
+        raise InputError(
+            f"eval.every={config.eval.every} needs held_out prompts; give some or use eval.every=0"
+        )
     check_devices(config, jax.device_count())
     views = make_views(config)
     loaded = LoadedModel(policy[0], _params(policy[1]), Renderer(tokenizer))
@@ -81,4 +86,8 @@ def train_own_policy(
 
 def _params(variables: Any) -> Any:
     """The parameters alone, without their axis names, which are read from the module."""
+    if set(variables) != {"params"}:
+        raise InputError(
+            f"a module with the variables {sorted(variables)} keeps state; only `params` is carried"
+        )
     return meta.unbox(variables["params"])

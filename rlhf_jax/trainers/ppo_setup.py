@@ -90,11 +90,11 @@ def make_ppo_task(
     save_policy: Callable[[Any, int], None],
     critic: tuple[nn.Module, Any] | None = None,
 ) -> tuple[PpoTask, Learner]:
-    """The task, and the learner that it begins with. The critic is (model, params), or what critic.init says."""
-    critic, critic_params = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
-    steps = make_ppo_steps(config, evaluator.steps, critic, critic_params)
+    """The task, and the learner that it begins with. The critic is (model, params); none: by critic.init."""
+    critic_model, critic_params = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
+    steps = make_ppo_steps(config, evaluator.steps, critic_model, critic_params)
     learner = steps.init_learner(
-        place(policy.model, policy.params, views.train), place(critic, critic_params, views.critic)
+        place(policy.model, policy.params, views.train), place(critic_model, critic_params, views.critic)
     )
     task = PpoTask(
         config=config,
@@ -104,7 +104,7 @@ def make_ppo_task(
         prompts=prompts,
         held_out=held_out,
         save_policy=save_policy,
-        flops=iteration_flops(config, policy.model, critic),
+        flops=iteration_flops(config, policy.model, critic_model),
     )
     return task, learner
 

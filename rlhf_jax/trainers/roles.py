@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Sharding
 
@@ -145,7 +146,9 @@ def place(model: nn.Module, params: Any, view: View) -> Any:
 
 
 def _copy_to(leaf: Any, sharding: Sharding) -> jax.Array:
-    return jax.device_put(leaf, sharding, may_alias=False)
+    return jnp.copy(
+        jax.device_put(leaf, sharding)
+    )  # device_put alone gives the same buffer where it need not move
 
 
 def is_complete(directory: epath.Path) -> bool:
