@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import pathlib
@@ -56,7 +57,7 @@ def export_model(
         eos_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if model.head != "lm" and "lm" in family.architectures:
         tokenizer, params = _with_own_pad(tokenizer, eos_ids, params)
-        config = type(config)(**{**vars(config), "vocab_size": params["embed"]["embedding"].shape[0]})
+        config = dataclasses.replace(config, vocab_size=params["embed"]["embedding"].shape[0])
     hf = config_to_json(config, model.head)
     ids = {
         "bos_token_id": tokenizer.bos_token_id,

@@ -11,7 +11,7 @@ from jax import lax
 from rlhf_jax.errors import InputError
 from rlhf_jax.models import Transformer, init_model, stack_layers, unstack_layers
 
-from .tiny import CONFIGS, GPT2, LLAMA, batch, call, made, prefill
+from .tiny import CONFIGS, GPT2, LLAMA, batch, call, made, prefill, quick_jit
 
 # Logits here spread over about 5; float32 products of two layers agree to a few units in the seventh digit.
 ATOL = 2e-5
@@ -101,10 +101,10 @@ def test_neither_recomputation_nor_unrolling_changes_a_gradient():
     def gradient(model):
         return jax.grad(lambda v: jnp.square(model.apply(v, tokens, mask)).mean())
 
-    wanted = jax.jit(gradient(model))(variables)["params"]
-    recomputed = jax.jit(gradient(model.clone(remat=True)))(variables)["params"]
+    wanted = quick_jit(gradient(model))(variables)["params"]
+    recomputed = quick_jit(gradient(model.clone(remat=True)))(variables)["params"]
     looped, params = unrolled(model.clone(remat=True), variables)
-    stacked = stack_layers(jax.jit(gradient(looped))(params)["params"])
+    stacked = stack_layers(quick_jit(gradient(looped))(params)["params"])
     for found in (recomputed, stacked):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
     kept, thrown = (str(jax.make_jaxpr(gradient(m))(variables)) for m in (model, model.clone(remat=True)))
@@ -122,7 +122,7 @@ def test_no_gradient_from_later_tokens(config):
         params = {**variables["params"], "embed": {"embedding": table}}
         return model.apply({"params": params}, tokens, method="hidden")[0, t, 0]
 
-    gradient = jax.jit(jax.grad(hidden_at))
+    gradient = quick_jit(jax.grad(hidden_at))
     for t in (0, 4, 7):
         moved = np.abs(gradient(variables["params"]["embed"]["embedding"], t)).max(-1)
         assert (moved[t + 1 :] == 0).all()
@@ -155,7 +155,7 @@ def test_an_empty_row_is_finite_and_so_are_its_gradients():
     model, variables = made(GPT2, "score")
     tokens, mask = batch()
     mask = mask.at[1].set(False)
-    of = jax.jit(jax.value_and_grad(lambda v: model.apply(v, tokens, mask).sum()))
+    of = quick_jit(jax.value_and_grad(lambda v: model.apply(v, tokens, mask).sum()))
     value, gradient = of(variables)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

@@ -52,13 +52,18 @@ def made(config, head="lm"):
     return model, randomised(model)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+# Nothing here runs long enough to earn LLVM's optimisation, which is half of a compilation.
+QUICK = {"compiler_options": {"xla_backend_optimization_level": 0}}
+quick_jit = functools.partial(jax.jit, **QUICK)
+
+
+@functools.partial(quick_jit, static_argnums=(0, 1))
 def call(model, method, variables, *args):
     """A method of a model under jit; equal models and shapes share one compilation."""
     return model.apply(variables, *args, method=method)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(quick_jit, static_argnums=(0, 4))
 def prefill(model, variables, tokens, mask, length):
     return model.apply(variables, tokens, mask, length, method="prefill")
 
