@@ -112,7 +112,7 @@ class RewardModel:
 
 
 class RewardFunction:
-    """A Python function of (prompts, responses) -> scores, itself or its name `module:function`, which is imported.
+    """A Python function of (prompts, responses) -> scores, or its name `module:function`, which is imported.
 
     It gets the prompts as lists of {"role", "content"} and the responses as strings.
     """
@@ -149,7 +149,7 @@ def _import_function(name: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())  # an installed command does not look where it is started
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
             f"reward.function={name!r} cannot be imported ({error}); give it as module:function"
         ) from error
