@@ -61,7 +61,7 @@ def test_the_value_of_a_token_is_read_before_it():
 
 
 def test_the_log_probability_of_a_token_is_read_before_it():
-    """Position 1 gives token 1 the weight 2 and others 1, so token 2 has 1/11; position 2 gives token 2 a 3."""
+    """Position 1 gives token 1 the weight 2 and others 1: token 2 has 1/11. Position 2 gives token 2 a 3."""
     sequence = rollout_of([[4, 5]], [[2, 2, 3]], 3, [False])
     logprobs, entropy = response_logprobs(OwnLogits(), {}, sequence, temperature=1.0)
     # Rounding of float32 numbers around 1.
