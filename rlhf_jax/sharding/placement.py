@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from rlhf_jax.checks import layouts, resolve
+from rlhf_jax.errors import InputError
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View, regroup, training_view
 
@@ -35,6 +37,12 @@ def make_views(config: Config, devices: Sequence[Any] | None = None) -> Views:
         role: dataclasses.asdict(resolve(role, layout, len(devices)))
         for role, layout in layouts(config).items()
     }
+    for role, shape in shapes.items():
+        covered = math.prod(shape.values())
+        if covered != len(devices):
+            raise InputError(
+                f"placement.{role} covers {covered} of {len(devices)} devices; set one of its sizes to -1"
+            )
     train = training_view(shapes["train"], devices)
     views = {
         role: train if shape == shapes["train"] else regroup(train, shape) for role, shape in shapes.items()

@@ -43,11 +43,15 @@ def partition(view: View, axes: Sequence[str | None], shape: Sequence[int]) -> P
 
     Raises:
       KeyError: a logical axis is not in `RULES`.
+      ValueError: the same devices would shard two dimensions.
     """
     entries = []
     for axis, size in zip(axes, shape, strict=True):
         role_axes = _rule(axis)
         entries.append(view.grid_axes(role_axes) if size % view.size(*role_axes) == 0 else ())
+    used = [axis for entry in entries for axis in entry]
+    if len(set(used)) < len(used):
+        raise ValueError(f"the same devices would shard two dimensions of {tuple(axes)}; rename one axis")
     return PartitionSpec(*(entry or None for entry in entries))
 
 
