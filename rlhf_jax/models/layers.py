@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlhf_jax.sharding.rules import constrain
+
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
@@ -104,7 +106,8 @@ class Table(nn.Module):
         self.embedding = parameter(self, "embedding", shape, axes, self.param_dtype)
 
     def __call__(self, ids):
-        return self.embedding[ids].astype(self.dtype)
+        # rows whole, as fsdp wants them in use: looking up parts of rows would replicate the batch
+        return constrain(self.embedding, self.axis, None)[ids].astype(self.dtype)
 
     def attend(self, x_BTD):
         """Float32 inner products with every row: the tied unembedding."""

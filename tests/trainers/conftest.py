@@ -27,6 +27,8 @@ TINY = [
     "rollout.response_length=8",
     "eval.prompts=6",
     "eval.batch_size=8",
+    "placement.train.fsdp=2",
+    "placement.train.tensor=2",
     "run.save_every=1",
     "run.profile_every=2",
 ]
