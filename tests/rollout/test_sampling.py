@@ -9,6 +9,8 @@ from rlhf_jax.rollout.sampling import invert_cdf, row_uniforms, sample, truncate
 
 ALMOST_1 = np.float32(1 - 2**-24)  # above every number that jax.random.uniform gives
 invert = jax.jit(invert_cdf)
+draw_once = jax.jit(sample, static_argnames=("temperature", "top_k", "top_p"))
+cut = jax.jit(truncate, static_argnames=("top_k", "top_p"))
 
 
 def softmax(logits):
@@ -87,7 +89,7 @@ def test_the_ends_of_the_uniform_numbers(possible, first, last):
 
 
 def kept(logits, **options):
-    row = np.asarray(truncate(jnp.asarray([logits], jnp.float32), **options))[0]
+    row = np.asarray(cut(jnp.asarray([logits], jnp.float32), **options))[0]
     chosen = np.flatnonzero(row > -np.inf)
     np.testing.assert_array_equal(row[chosen], np.asarray(logits, np.float32)[chosen])
     return chosen.tolist()
@@ -133,7 +135,7 @@ def test_temperature_in_the_draw_and_in_the_log_probability(temperature):
     odds = 3 ** (1 / temperature)
     logits = jnp.log(jnp.asarray([[1.0, 3.0]] * 2))
     uniforms = jnp.asarray([1 / (1 + odds) - 1e-3, 1 / (1 + odds) + 1e-3])
-    tokens, logprobs = sample(logits, uniforms, temperature=temperature)
+    tokens, logprobs = draw_once(logits, uniforms, temperature=temperature)
     assert tokens.tolist() == [0, 1]
     # A few float32 roundings of numbers around 1.
     np.testing.assert_allclose(logprobs, np.log([1 / (1 + odds), odds / (1 + odds)]), atol=1e-6)
@@ -143,7 +145,7 @@ def test_the_log_probability_is_of_the_full_tempered_distribution():
     """Whatever top-k and top-p cut away: the learner knows the full distribution only."""
     logits = jnp.asarray([[0.0, 1.0, 2.0, 0.5]])
     whole = jax.nn.log_softmax(logits / 0.7)[0]
-    token, logprob = sample(logits, jnp.asarray([0.999]), temperature=0.7, top_k=2, top_p=0.3)
+    token, logprob = draw_once(logits, jnp.asarray([0.999]), temperature=0.7, top_k=2, top_p=0.3)
     assert token.tolist() == [2]  # top_p leaves the likeliest alone
     np.testing.assert_allclose(logprob, whole[2:3], atol=1e-6)
 
@@ -151,7 +153,7 @@ def test_the_log_probability_is_of_the_full_tempered_distribution():
 def test_greedy_takes_the_likeliest_whatever_the_uniform_number():
     logits = jnp.asarray([[0.0, 2.0, 1.0], [0.0, 1.0, 1.0], [5.0, 1.0, 1.0]])
     for uniform in (0.0, 0.5, ALMOST_1):
-        token, logprob = sample(logits, jnp.full(3, uniform), temperature=0)
+        token, logprob = draw_once(logits, jnp.full(3, uniform), temperature=0)
         assert token.tolist() == [1, 1, 0]
         expected = jax.nn.log_softmax(logits)[jnp.arange(3), token]
         np.testing.assert_allclose(logprob, expected, atol=1e-6)
@@ -160,7 +162,7 @@ def test_greedy_takes_the_likeliest_whatever_the_uniform_number():
 def test_bfloat16_logits_have_float32_log_probabilities():
     """A module of one's own may give any float type; 8 bits of a log-probability would ruin the ratios."""
     logits = jnp.asarray(random_logits(50), jnp.bfloat16)[None]
-    token, logprob = sample(logits, jnp.asarray([0.3]), temperature=0.7)
+    token, logprob = draw_once(logits, jnp.asarray([0.3]), temperature=0.7)
     assert logprob.dtype == jnp.float32
     expected = jax.nn.log_softmax(logits.astype(jnp.float32) / 0.7)[0, token[0]]
     np.testing.assert_allclose(logprob[0], expected, atol=1e-6)

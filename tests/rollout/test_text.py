@@ -26,7 +26,7 @@ PROMPT = "how do i bake?"
 def exported(tmp_path_factory):
     """(directory, model, parameters, renderer) of an exported policy."""
     tokenizer = train_tokenizer(TEXTS, 300)
-    model = Transformer(dataclasses.replace(tiny.CONFIG, vocab_size=len(tokenizer)))
+    model = Transformer(dataclasses.replace(tiny.CONFIG, layers=1, vocab_size=len(tokenizer)))
     params = tiny.randomised(model)
     directory = tmp_path_factory.mktemp("export") / "policy"
     export_model(directory, model, {"params": params}, tokenizer=tokenizer)
