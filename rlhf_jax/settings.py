@@ -93,7 +93,7 @@ class Reward:
 
     model: str = option(
         "new",
-        "hub name, directory or `new`: the backbone for `reward` and `run`, the trained directory for others",
+        "`reward` and `run`: the backbone, a hub name, directory, `new`, or `policy`; others: the trained directory",
     )
     shape: Shape = section(Shape)
     function: str | None = option(

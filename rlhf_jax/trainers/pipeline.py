@@ -162,7 +162,7 @@ def _sft(job: Job) -> None:
 def _reward(job: Job) -> None:
     config, directory = job.config, job.path / BEST_REWARD_MODEL
     policy = _initial_policy(job)
-    backbone = roles.load_backbone(config.reward, policy.renderer, job.seed)
+    backbone = roles.load_backbone(config.reward, policy, job.seed)
     train_reward_model(
         backbone.model,
         roles.place(backbone.model, backbone.params, job.views.reward),

@@ -27,7 +27,7 @@ from rlhf_jax.trainers.inputs import texts_of
 
 log = logging.getLogger("rlhf_jax")
 
-NEW = "new"
+NEW, POLICY = "new", "policy"  # values of policy.model and reward.model that are no place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +55,27 @@ def load_language_model(directory: Any, policy: Policy) -> LoadedModel:
     return LoadedModel(model.clone(remat=policy.remat), variables["params"], load_renderer(directory))
 
 
-def load_backbone(reward: Reward, policy: Renderer, seed: int) -> LoadedModel:
-    """The model that a reward model's training begins with. `new` reads with the policy's tokenizer."""
+def load_backbone(reward: Reward, policy: LoadedModel, seed: int) -> LoadedModel:
+    """The model that a reward model's training begins with.
+
+    `policy` is the policy's trunk with a fresh head (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5); `new`
+    is a fresh model that reads with the policy's tokenizer.
+    """
+    if reward.model == POLICY:
+        model = policy.model.clone(head="score", dtype=jnp.dtype(reward.dtype), remat=False)
+        return LoadedModel(model, with_fresh_head(model, policy.params, seed + 1), policy.renderer)
     if reward.model != NEW:
         model, variables = load_model(reward.model, head="score", dtype=reward.dtype, seed=seed)
         return LoadedModel(model, variables["params"], load_renderer(reward.model))
-    shape = dataclasses.replace(reward.shape, vocab_size=len(policy.tokenizer))
+    shape = dataclasses.replace(reward.shape, vocab_size=len(policy.renderer.tokenizer))
     model, variables = init_model(shape_config(shape), head="score", dtype=reward.dtype, seed=seed + 1)
-    return LoadedModel(model, variables["params"], policy)
+    return LoadedModel(model, variables["params"], policy.renderer)
+
+
+def with_fresh_head(model: nn.Module, params: Any, seed: int) -> dict[str, Any]:
+    """Parameters for `model`, whose head is scalar: the trunk of another model's parameters and a seeded head."""
+    trunk = {name: params[name] for name in shapes(model) if name != "head"}
+    return {**trunk, "head": fresh_head(model, seed)}
 
 
 def load_reward_model(directory: str, dtype: str) -> LoadedModel:
@@ -89,10 +102,9 @@ def load_critic(
     init: str, policy: LoadedModel, reward: LoadedModel | None, seed: int
 ) -> tuple[nn.Module, Any]:
     """(model, params) of the critic: the policy's trunk with a fresh head, the reward model, or a directory."""
-    if init == "policy":
+    if init == POLICY:
         critic = policy.model.clone(head="value")
-        trunk = {name: policy.params[name] for name in shapes(critic) if name != "head"}
-        return critic, {**trunk, "head": fresh_head(critic, seed)}
+        return critic, with_fresh_head(critic, policy.params, seed)
     if init != "reward":
         model, variables = load_model(init, head="value", dtype=policy.model.dtype, seed=seed)
         _check_reads_like(policy.renderer, load_renderer(init), f"critic.init={init}")
