@@ -2,4 +2,7 @@
 
 
 class InputError(ValueError):
-    """What the user gave is wrong. The message is one line that names the value and the remedy; exit code 2."""
+    """What the user gave is wrong.
+
+    The message is one line that names the value and the remedy; exit code 2.
+    """

@@ -93,7 +93,7 @@ class Reward:
 
     model: str = option(
         "new",
-        "`reward` and `run`: the backbone, a hub name, directory, `new`, or `policy`; others: the trained directory",
+        "`reward`, `run`: the backbone: hub name, directory, `new`, `policy`; others: the trained directory",
     )
     shape: Shape = section(Shape)
     function: str | None = option(

@@ -1,7 +1,8 @@
 """Records that pass between the floors, and the letters of their shapes.
 
-Letters: B batch, T response tokens (or any sequence), P prompt width, S = P + T or cache length, V vocabulary, D model width,
-H heads, K key/value heads, E head width, F feed-forward width, L layers. Scalars have no suffix.
+Letters: B batch, T response tokens (or any sequence), P prompt width, S = P + T or cache length,
+V vocabulary, D model width, H heads, K key/value heads, E head width, F feed-forward width, L layers.
+Scalars have no suffix.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ about an aspect of a topic, politely or rudely. Its true reward, `gold_reward`, 
 
     +1.0    if the topic that was asked for occurs
     -0.5    for each other topic
-    +0.75   for each different polite word, four at most
+    +0.75   for each polite word, four at most
     -0.75   for each polite word beyond four
     -1.0    for each rude word, four at most
-    -0.5    for each repetition of a word (articles and the like may repeat)
+    -0.25   for each repetition of another word (articles and the like may repeat)
     -0.25   for each word beyond 16
 
 It is at most 4 and at least -6. It depends on the prompt; a policy that imitates the better responses is far
@@ -59,13 +59,13 @@ FACTS = (
     "strange",
     "warm",
 )
-MAY_REPEAT = frozenset(("the", "of", "is", "and", "it", "a"))
+MAY_REPEAT = frozenset(("the", "of", "is", "and", "it", "a", *POLITE))
 HIGHEST, LOWEST = 4.0, -6.0
 
 _RIGHT_TOPIC = 0.4  # how often the topic is the one asked for, apart from chance
 _POLITE_WORDS = (0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05)  # probability of 0, 1, ... 7 polite words
 _MAY_HEAP = 0.5  # how often the same polite word may come again
-_RUDE_WORDS = (0.55, 0.3, 0.15)  # of 0, 1, 2 rude words
+_RUDE_WORDS = (0.3, 0.35, 0.35)  # of 0, 1, 2 rude words
 _NO_STATEMENT = 0.2  # how often a response is nothing but polite and rude words
 _LEAST_DIFFERENCE = 0.25
 _CERTAINTY = 2.0  # of the labels: the slope of the Bradley-Terry model
@@ -79,9 +79,9 @@ def gold_reward(prompt: Dialogue, response: str) -> float:
     reward = 0.0
     reward += sum(1.0 if topic in asked else -0.5 for topic in TOPICS if topic in counts)
     polite = sum(counts[word] for word in POLITE)
-    reward += 0.75 * min(4, sum(word in counts for word in POLITE)) - 0.75 * max(0, polite - 4)
+    reward += 0.75 * min(4, polite) - 0.75 * max(0, polite - 4)
     reward -= 1.0 * min(4, sum(counts[word] for word in RUDE))
-    reward -= 0.5 * sum(count - 1 for word, count in counts.items() if word not in MAY_REPEAT)
+    reward -= 0.25 * sum(count - 1 for word, count in counts.items() if word not in MAY_REPEAT)
     reward -= 0.25 * max(0, len(words) - 16)
     return float(np.clip(reward, LOWEST, HIGHEST))
 
@@ -89,9 +89,9 @@ def gold_reward(prompt: Dialogue, response: str) -> float:
 def synthetic_preferences(count: int, seed: int) -> list[Preference]:
     """Pairs of sampled responses of different quality.
 
-    Labels are noisy as a person's are (Bradley-Terry): the first is preferred with probability
-    sigmoid(2 * difference of the true rewards), so that even the rule itself agrees with only about nine pairs
-    in ten. The first n pairs of a longer list are the list of n.
+    Labels are noisy as a person's are (Bradley-Terry): the first is preferred with probability sigmoid(2 *
+    difference of the true rewards), so that even the rule itself agrees with only about seven pairs in eight.
+    The first n pairs of a longer list are the list of n.
     """
     if count < 1:
         raise InputError(f"data.limit={count} makes no synthetic pair; use at least 1")
@@ -111,7 +111,7 @@ def _pairs(rng: np.random.Generator) -> Iterator[Preference]:
 
 
 def _response(rng: np.random.Generator, topic: str, aspect: str) -> str:
-    """Seven to fourteen words on an aspect of a topic, which may be the wrong one; sometimes no statement at all."""
+    """A statement on an aspect of a topic, which may be the wrong one, among polite and rude words."""
     topic = topic if rng.random() < _RIGHT_TOPIC else _one(rng, TOPICS)
     facts = rng.choice(FACTS, size=rng.integers(1, 3), replace=False)
     statement = f"the {aspect} of the {topic} is {' and '.join(facts)}"

@@ -120,8 +120,9 @@ def response_texts(renderer: Renderer, rollout: Rollout) -> list[str]:
 def compare(before: Sequence[Response], after: Sequence[Response], *, seed: int) -> dict[str, Any]:
     """The `policy` and, where the truth is known, `gold` sections of eval.json.
 
-    The paired difference is averaged over a prompt's samples first; its 95 % interval is the percentile bootstrap over prompts
-    (Efron & Tibshirani 1993, chapter 13). A win is a higher score on the same prompt and key, a tie counts one half.
+    The paired difference is averaged over a prompt's samples first; its 95 % interval is the percentile
+    bootstrap over prompts (Efron & Tibshirani 1993, chapter 13). A win is a higher score on the same prompt
+    and key, a tie counts one half.
     """
     old, new = _scores(before), _scores(after)
     by_prompt = np.array([r.prompt_id for r in before])

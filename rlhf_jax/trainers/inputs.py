@@ -55,8 +55,9 @@ def read_pairs(data: Data, seed: int) -> Pairs:
 def split_prompts(data: Data, pairs: Pairs | None, seed: int, *, held_out: int) -> PromptSplit:
     """Prompts for PPO, and at most `held_out` prompts to evaluate on.
 
-    Without data.prompts they are those of the pairs. With it, the held-out ones are those of data.validation, or else a share
-    of data.prompts. Prompts that occur in the held-out ones, whole or by their first turn, are left out of PPO.
+    Without data.prompts they are those of the pairs. With it, the held-out ones are those of data.validation,
+    or else a share of data.prompts. Prompts that occur in the held-out ones, whole or by their first turn,
+    are left out of PPO.
 
     Args:
       pairs: needed without data.prompts.

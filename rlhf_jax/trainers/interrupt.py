@@ -41,6 +41,6 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 
 def stopped(request: StopRequest, run_dir: Any) -> NoReturn:
-    """Says how to go on and leaves with 143 after SIGTERM, 130 after SIGINT: 128 + the signal's number, as shells have it."""
+    """Says how to go on and leaves with 128 + the signal's number: 143 after SIGTERM, 130 after SIGINT."""
     print(f"stopped; the state is saved in {run_dir}: the same command goes on from there", flush=True)
     raise SystemExit(128 + (request.signal or 0))

@@ -32,7 +32,7 @@ class TrainState:
 
 
 def make_schedule(peak: float, *, steps: int, warmup_steps: int, schedule: str) -> optax.Schedule:
-    """Learning rate by optimizer step: a linear rise to `peak`, then constant, linear or cosine to 0 at `steps`.
+    """Learning rate by optimizer step: a linear rise to `peak`, then constant, or linear or cosine to 0.
 
     The first step already has peak / warmup_steps, so that no step is wasted on a learning rate of 0.
     """
@@ -96,7 +96,8 @@ def accumulate(
 ):
     """Value and gradient of a loss that is a weighted sum over rows, a few rows at a time.
 
-    The loss carries the whole batch's denominator, so that accumulation only adds: micro-batches change rounding, nothing else.
+    The loss carries the whole batch's denominator, so that accumulation only adds: micro-batches change
+    rounding, nothing else.
 
     Args:
       loss: (params, rows of the batch) -> (loss, metrics), both sums over rows.
@@ -126,11 +127,11 @@ def update_step(
     batch: Any,
     micro_batch_size: int | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step. Where loss or gradient is not finite the state stays as it was, and `bad_steps` counts it.
+    """One optimizer step. Where loss or gradient is not finite, the state stays and `bad_steps` counts it.
 
     Returns:
-      (state, metrics): the loss's metrics with `loss`, `grad_norm` (before clipping) and `skipped` (0 or 1). A skipped step's
-      metrics are all 0 but for `skipped`.
+      (state, metrics): the loss's metrics with `loss`, `grad_norm` (before clipping) and `skipped` (0 or 1).
+      A skipped step's metrics are all 0 but for `skipped`.
     """
     (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size)
     norm = optax.tree.norm(grads)

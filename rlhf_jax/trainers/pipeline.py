@@ -1,7 +1,7 @@
 """The commands: each phase on its own, and `run`, which is all of them in a row.
 
-Phases hand over through Hugging Face directories in the run's directory, so that each can be started again alone:
-sft_policy/ and best_reward_model/ are what PPO begins with, best_policy/ is what it ends with.
+Phases hand over through Hugging Face directories in the run's directory, so that each can be started again
+alone: sft_policy/ and best_reward_model/ are what PPO begins with, best_policy/ is what it ends with.
 """
 
 from __future__ import annotations
@@ -240,8 +240,9 @@ def _say(result: dict[str, Any]) -> None:
     policy = result["policy"]
     difference = policy["paired_difference"]
     print(
-        f"score {policy['before']['mean']:.2f} -> {policy['after']['mean']:.2f} on {policy['prompts']} held-out prompts: "
-        f"difference {difference['mean']:.2f} [{difference['ci95_low']:.2f}, {difference['ci95_high']:.2f}], "
+        f"score {policy['before']['mean']:.2f} -> {policy['after']['mean']:.2f} "
+        f"on {policy['prompts']} held-out prompts: difference {difference['mean']:.2f} "
+        f"[{difference['ci95_low']:.2f}, {difference['ci95_high']:.2f}], "
         f"win rate {policy['win_rate']:.2f}, KL {policy['kl']:.1f} nats a response",
         flush=True,
     )
@@ -254,7 +255,8 @@ def _initial_policy(job: Job) -> LoadedModel:
         return roles.load_policy(job.config.policy, job.training_pairs, job.seed)
     if not roles.is_complete(directory):
         raise InputError(
-            f"sft.epochs={job.config.sft.epochs} and {directory} does not exist; run `rlhf-jax sft` first, or set sft.epochs=0"
+            f"sft.epochs={job.config.sft.epochs} and {directory} does not exist; "
+            "run `rlhf-jax sft` first, or set sft.epochs=0"
         )
     return roles.load_language_model(directory, job.config.policy)
 

@@ -133,7 +133,7 @@ def actor_loss(
     temperature: float,
     denominator: dict[str, jax.Array],
 ) -> tuple[jax.Array, Metrics]:
-    """Policy loss - entropy_coef * entropy (+ kl_coef * KL where it is placed in the loss), a sum over rows."""
+    """Policy loss - entropy_coef * entropy (+ kl_coef * KL if placed in the loss), a sum over rows."""
     mask_BT = experience.rollout.mask_BT
     logprobs_BT, entropy_BT = response_logprobs(model, params, experience.rollout, temperature=temperature)
     loss, metrics = ppo_policy_loss(
@@ -175,7 +175,7 @@ def critic_loss(
 
 
 def minibatch_order(key: jax.Array, rows: int, *, epochs: int, minibatches: int) -> jax.Array:
-    """Row numbers of each optimizer step: [epochs * minibatches, rows / minibatches], a fresh shuffle each epoch."""
+    """Row numbers of each step: [epochs * minibatches, rows / minibatches], a fresh shuffle each epoch."""
     shuffles = jax.vmap(lambda key: jax.random.permutation(key, rows))(jax.random.split(key, epochs))
     return shuffles.reshape(epochs * minibatches, -1)
 

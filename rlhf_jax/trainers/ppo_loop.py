@@ -161,7 +161,8 @@ def iterate(
 class _Pending:
     """An iteration's metrics, fetched once the next iteration has been dispatched.
 
-    A step's seconds are those from when the previous step was done to when it is done itself, compilation taken off.
+    A step's seconds are those from when the previous step was done to when it is done itself, compilation
+    taken off.
     """
 
     def __init__(self, task: PpoTask, log: MetricsLog, progress: Progress, clock: CompileClock):

@@ -65,7 +65,7 @@ EVALUATION_STREAM = 2**31 - 1  # no iteration has this number, so that no rollou
 
 
 def measure_scale(evaluator: Evaluator, prompts: Sequence[Dialogue]) -> Scale:
-    """The scale on which the reference policy's scores have mean 0 and variance 1, from its samples on `prompts`."""
+    """The scale on which the reference policy's samples on `prompts` score with mean 0 and variance 1."""
     raw = dataclasses.replace(evaluator, scale=Scale(), gold=None)
     params = place(evaluator.steps.model, evaluator.reference_params, evaluator.steps.views.train)
     responses = raw(params, prompts[:SCALE_SAMPLES])
@@ -112,10 +112,11 @@ def make_ppo_task(
 def iteration_flops(
     config: Config, actor: Any, critic: Any
 ) -> Callable[[np.ndarray, np.ndarray], float] | None:
-    """Model FLOPs of an iteration as a function of prompt and response lengths [B]; None for modules of unknown shape.
+    """Model FLOPs of an iteration as a function of prompt and response lengths [B]; None for unknown modules.
 
-    Generation, old and reference log-probabilities are one forward pass of the actor each, values one of the critic; each
-    epoch is a forward and a backward pass, three forward passes' worth, of both. The reward model is not counted.
+    Generation, old and reference log-probabilities are one forward pass of the actor each, values one of the
+    critic; each epoch is a forward and a backward pass, three forward passes' worth, of both. The reward
+    model is not counted.
     """
     if not (hasattr(actor, "config") and hasattr(critic, "config")):
         return None

@@ -58,8 +58,8 @@ def load_language_model(directory: Any, policy: Policy) -> LoadedModel:
 def load_backbone(reward: Reward, policy: LoadedModel, seed: int) -> LoadedModel:
     """The model that a reward model's training begins with.
 
-    `policy` is the policy's trunk with a fresh head (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5); `new`
-    is a fresh model that reads with the policy's tokenizer.
+    `policy` is the policy's trunk with a fresh head (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155,
+    section 3.5); `new` is a fresh model that reads with the policy's tokenizer.
     """
     if reward.model == POLICY:
         model = policy.model.clone(head="score", dtype=jnp.dtype(reward.dtype), remat=False)
@@ -73,7 +73,7 @@ def load_backbone(reward: Reward, policy: LoadedModel, seed: int) -> LoadedModel
 
 
 def with_fresh_head(model: nn.Module, params: Any, seed: int) -> dict[str, Any]:
-    """Parameters for `model`, whose head is scalar: the trunk of another model's parameters and a seeded head."""
+    """Parameters for `model`, whose head is scalar: the trunk of other parameters and a seeded head."""
     trunk = {name: params[name] for name in shapes(model) if name != "head"}
     return {**trunk, "head": fresh_head(model, seed)}
 
@@ -91,8 +91,8 @@ def load_reward_model(directory: str, dtype: str) -> LoadedModel:
     architectures = read_hf_config(directory).get("architectures") or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise InputError(
-            f"reward.model={directory} is {', '.join(architectures) or 'of no named architecture'}, which has no trained "
-            "score head; train one with `rlhf-jax reward` and give its best_reward_model"
+            f"reward.model={directory} is {', '.join(architectures) or 'of no named architecture'}, "
+            "which has no trained score head; train one with `rlhf-jax reward` and give its best_reward_model"
         )
     model, variables = load_model(directory, head="score", dtype=dtype)
     return LoadedModel(model, variables["params"], load_renderer(directory))
@@ -101,7 +101,7 @@ def load_reward_model(directory: str, dtype: str) -> LoadedModel:
 def load_critic(
     init: str, policy: LoadedModel, reward: LoadedModel | None, seed: int
 ) -> tuple[nn.Module, Any]:
-    """(model, params) of the critic: the policy's trunk with a fresh head, the reward model, or a directory."""
+    """(model, params) of the critic: the policy's trunk and a fresh head, the reward model, or a place."""
     if init == POLICY:
         critic = policy.model.clone(head="value")
         return critic, with_fresh_head(critic, policy.params, seed)
@@ -123,7 +123,7 @@ def _check_reads_like(policy: Renderer, other: Renderer, what: str) -> None:
 
 
 def _same_vocabulary(policy: Renderer, other: Renderer) -> bool:
-    """True where every token of the policy means the same to the other, which may have a pad token of its own beside."""
+    """True where the other has every token of the policy; it may have a pad token of its own beside."""
     ours, theirs = policy.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     return ours.items() <= theirs.items() and theirs.keys() - ours.keys() <= {other.tokenizer.pad_token}
 
@@ -145,7 +145,10 @@ def same_rendering(policy: Renderer, other: Renderer) -> bool:
 
 
 def shardings_of(model: nn.Module, params: Any, view: View) -> Any:
-    """Where each parameter lies in this view. A module that names no logical axes is kept whole everywhere."""
+    """Where each parameter lies in this view.
+
+    A module that names no logical axes is kept whole everywhere.
+    """
     axes = logical_axes(model)
     for line in replicated_dimensions(view, axes, params):
         log.debug(line)

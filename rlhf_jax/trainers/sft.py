@@ -48,7 +48,7 @@ class RenderedDialogue:
 def render_dialogues(
     pairs: Sequence[Preference], renderer: Renderer, max_length: int, what: str
 ) -> list[RenderedDialogue]:
-    """Prompts with their chosen responses; the ones whose response alone does not fit are dropped and counted."""
+    """Prompts with their chosen responses; where the response alone does not fit, dropped and counted."""
     rendered = [
         RenderedDialogue(tokens, len(renderer.response(pair.chosen)))
         for pair in pairs
@@ -73,7 +73,7 @@ def dialogue_batch(dialogues: Sequence[RenderedDialogue], max_length: int, view:
 def sft_loss(
     params: Any, batch: Dialogues, *, model: nn.Module, denominator: dict[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Negative log-likelihood in nats a response token, a sum over rows divided by the whole batch's tokens."""
+    """Negative log-likelihood in nats a response token: a sum over rows over the whole batch's tokens."""
     hidden_BTD = model.apply(
         {"params": params}, batch.tokens_BT[:, :-1], batch.mask_BT[:, :-1], method="hidden"
     )

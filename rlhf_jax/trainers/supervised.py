@@ -1,4 +1,4 @@
-"""The loop that supervised fine-tuning and the reward model share: step, log, sometimes evaluate, keep the best."""
+"""The loop that fine-tuning and the reward model share: step, log, sometimes evaluate, keep the best."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ class CompileClock:
 
 @functools.cache
 def peak_flops() -> float:
-    """FLOP/s that all devices together can do: from the data sheet, or as measured where the chip is not listed.
+    """FLOP/s that all devices together can do: from the data sheet, or measured where it is not listed.
 
-    Measured is the rate of a float32 product of 2,048 x 2,048 matrices, once in a process, for virtual devices of one host
-    together.
+    Measured is the rate of a float32 product of 2,048 x 2,048 matrices, once in a process, for virtual
+    devices of one host together.
     """
     kind = jax.devices()[0].device_kind
     for name in sorted(PEAK_FLOPS, key=len, reverse=True):

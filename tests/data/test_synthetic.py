@@ -14,18 +14,18 @@ from rlhf_jax.errors import InputError
 RIVER = (Message("user", "tell me about the age of the river"),)
 
 BY_HAND = {
-    "the age of the river is calm": 2.0,
-    "The age of the river is calm.": 2.0,
-    "the age of the bread is calm": -1.0,
-    "the age of the river , the bread and the music": 2.0 - 1.0 - 1.0,
+    "the age of the river is calm": 1.0,
+    "The age of the river is calm.": 1.0,
+    "the age of the bread is calm": -0.5,
+    "the age of the river , the bread and the music": 1.0 - 0.5 - 0.5,
     "something calm": 0.0,
     "": 0.0,
-    "thanks friend the river": 2.0 + 2 * 0.75,
-    "whatever the river is dull": 2.0 - 2.0,
-    "river calm river": 2.0 - 0.5,
-    "thanks thanks": 0.75 - 0.5,
-    "please thanks gladly kindly river": 2.0 + 4 * 0.75,
-    "please thanks gladly kindly welcome friend river": 2.0 + 3.0 - 2 * 0.75,
+    "thanks friend the river": 1.0 + 2 * 0.75,
+    "whatever the river is dull": 1.0 - 2.0,
+    "river calm river": 1.0 - 0.25,
+    "thanks thanks": 2 * 0.75,
+    "please thanks gladly kindly river": 1.0 + 4 * 0.75,
+    "please thanks gladly kindly welcome friend river": 1.0 + 3.0 - 2 * 0.75,
     "please thanks gladly kindly " + "the " * 14: 3.0 - 2 * 0.25,
     "dull silly lazy boring nonsense whatever": -4.0,
 }
@@ -38,8 +38,8 @@ def test_rule_by_hand(response):
 
 def test_reward_is_of_the_last_question_only():
     dialogue = (Message("user", "the age of bread"), Message("assistant", "music"), *RIVER)
-    assert gold_reward(dialogue, "the river") == 2.0
-    assert gold_reward((), "the river") == -1.0
+    assert gold_reward(dialogue, "the river") == 1.0
+    assert gold_reward((), "the river") == -0.5
 
 
 def test_reward_is_bounded_and_words_heaped_up_lose():
@@ -65,14 +65,14 @@ def test_pairs_leave_room_to_learn_and_to_improve():
         np.array([gold_reward(pair.prompt, getattr(pair, side)) for pair in preferences])
         for side in ("chosen", "rejected")
     )
-    assert 0.8 < np.mean(chosen > rejected) < 0.9  # labels are noisy, but no coin tosses
+    assert 0.85 < np.mean(chosen > rejected) < 0.95  # labels are noisy, but no coin tosses
     assert np.abs(chosen - rejected).min() >= 0.25
     assert np.mean(chosen) + 2 * np.std(chosen) < HIGHEST
     assert np.mean(chosen - rejected) > 1
     assert len(prompts_of(preferences)) > 900
     # The prompt matters: the same responses score worse after other prompts.
     moved = [gold_reward(preferences[n - 1].prompt, pair.chosen) for n, pair in enumerate(preferences)]
-    assert np.mean(chosen) - np.mean(moved) > 0.5
+    assert np.mean(chosen) - np.mean(moved) > 0.25
 
 
 def test_texts_are_short_under_a_tokenizer_of_their_own():

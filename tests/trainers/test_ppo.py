@@ -118,7 +118,7 @@ def test_each_epoch_visits_every_row_once_in_another_order():
     assert len({tuple(row) for row in epochs}) == 3
 
 
-# ---- with a model ---------------------------------------------------------------------------------------------
+# ---- with a model ------------------------------------------------------------------------------------------
 
 SHAPE = TransformerConfig(
     vocab_size=V, layers=2, embed=16, heads=4, kv_heads=4, head_dim=4, mlp=32, max_positions=64
@@ -247,8 +247,8 @@ def assert_equal_runs(result, expected):
     for name, number in expected["metrics"].items():
         np.testing.assert_allclose(result["metrics"][name], number, rtol=2e-3, atol=2e-4, err_msg=name)
     for name in ("actor", "critic"):
-        # Adam divides by the root of the second moment: where a gradient is nearly 0 its rounding is magnified, so
-        # that single parameters may differ by a good part of the learning rate (1e-2); their mean must not
+        # Adam divides by the root of the second moment: where a gradient is nearly 0 its rounding is
+        # magnified, so that single parameters may differ by a good part of the learning rate (1e-2); their mean must not
         pairs = zip(jax.tree.leaves(result[name]), jax.tree.leaves(expected[name]), strict=True)
         difference = np.concatenate([np.abs(a - b).ravel() for a, b in pairs])
         assert difference.mean() < 1e-5, name
@@ -306,7 +306,7 @@ def test_the_critic_learns_its_returns():
 
 
 def test_the_critic_sees_the_state_before_the_token():
-    """Values were shifted by one against log-probabilities: the value of a token must not depend on that token."""
+    """Values were shifted by one: the value of a token must not depend on that token."""
     model, params = critic()
     rollout = on_one_device()["rollout"]
     changed = dataclasses.replace(rollout, tokens_BS=rollout.tokens_BS.copy())
