@@ -248,7 +248,8 @@ def assert_equal_runs(result, expected):
         np.testing.assert_allclose(result["metrics"][name], number, rtol=2e-3, atol=2e-4, err_msg=name)
     for name in ("actor", "critic"):
         # Adam divides by the root of the second moment: where a gradient is nearly 0 its rounding is
-        # magnified, so that single parameters may differ by a good part of the learning rate (1e-2); their mean must not
+        # magnified, so that single parameters may differ by a good part of the learning rate (1e-2);
+        # their mean must not
         pairs = zip(jax.tree.leaves(result[name]), jax.tree.leaves(expected[name]), strict=True)
         difference = np.concatenate([np.abs(a - b).ravel() for a, b in pairs])
         assert difference.mean() < 1e-5, name
