@@ -1,13 +1,12 @@
 """configs/hh-gpt2-distilbert.yaml end to end, on tiny random models with tokenizers of their own.
 
-A GPT-2 policy without a chat template, whose pad token is its EOS, and a DistilBERT reward model that reads word
-pieces: responses are decoded, rendered and encoded again on their way to the score.
+A GPT-2 policy without a chat template, whose pad token is its EOS, and a DistilBERT reward model that reads
+word pieces: responses are decoded, rendered and encoded again on their way to the score.
 """
 
 import json
 import pathlib
 
-import jax
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +25,8 @@ TEXTS = ["how do i bake a cake", "with flour and eggs", "i will not tell you tha
 
 def dialogue(i, side):
     answer = {"chosen": f"with flour and {i} eggs", "rejected": f"i will not tell you that {i}"}[side]
-    return f"\n\nHuman: how do i bake {i} cakes\n\nAssistant: which ones\n\nHuman: all of them\n\nAssistant: {answer}"
+    question = f"\n\nHuman: how do i bake {i} cakes\n\nAssistant: which ones\n\nHuman: all of them"
+    return f"{question}\n\nAssistant: {answer}"
 
 
 def gpt2(directory):
@@ -34,9 +34,9 @@ def gpt2(directory):
     tokenizer.chat_template = None
     tokenizer.pad_token = tokenizer.eos_token
     config = TransformerConfig(
-        vocab_size=len(tokenizer), layers=2, embed=16, heads=2, kv_heads=2, head_dim=8, mlp=32, max_positions=128,
-        family="gpt2", norm="layer", activation="gelu_new", gated_mlp=False, rope=None, attention_bias=True,
-        mlp_bias=True,
+        vocab_size=len(tokenizer), layers=2, embed=16, heads=2, kv_heads=2, head_dim=8, mlp=32,
+        max_positions=128, family="gpt2", norm="layer", activation="gelu_new", gated_mlp=False, rope=None,
+        attention_bias=True, mlp_bias=True,
     )  # fmt: skip
     export_model(directory, *init_model(config, head="lm"), tokenizer=tokenizer)
 
@@ -54,8 +54,8 @@ def distilbert(directory):
         tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
     )
     config = EncoderConfig(
-        vocab_size=len(tokenizer), layers=1, embed=16, heads=2, mlp=32, max_positions=128, family="distilbert",
-        token_types=0, pooler_activation="relu",
+        vocab_size=len(tokenizer), layers=1, embed=16, heads=2, mlp=32, max_positions=128,
+        family="distilbert", token_types=0, pooler_activation="relu",
     )  # fmt: skip
     export_model(directory, *init_model(config, head="score"), tokenizer=tokenizer)
 
@@ -82,6 +82,7 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_both_pictures_and_both_models_are_there(finished):
     for name in ("rlhf_training_curves.png", "reward_comparison.png", "report.html", "eval.json"):
         assert (finished / name).stat().st_size > 0
@@ -101,6 +102,7 @@ def test_the_setting_is_the_courses():
     )
 
 
+@pytest.mark.slow
 def test_scores_of_samples_are_those_of_the_exported_reward_model_on_the_same_text(finished):
     """A reward model with another tokenizer was fed the policy's ids: silent nonsense."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
@@ -118,8 +120,9 @@ def test_scores_of_samples_are_those_of_the_exported_reward_model_on_the_same_te
         assert notes["gain"] * raw + notes["bias"] == pytest.approx(sample["score"], abs=1e-3 * notes["gain"])
 
 
+@pytest.mark.slow
 def test_a_ratio_of_one_and_no_kl_at_the_start(finished):
-    first = json.loads(next(line for line in (finished / "metrics.jsonl").open() if '"phase": "ppo"' in line))
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    first = next(record for record in map(json.loads, lines) if record["phase"] == "ppo")
     assert first["reward/kl"] == pytest.approx(0, abs=1e-4)
     assert first["rollout/logprob_diff_max"] < 1e-4
-    assert jax.device_count() == 8
