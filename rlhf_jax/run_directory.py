@@ -53,18 +53,45 @@ def open_run(config: Config) -> Iterator[RunDirectory]:
     Read the data and check everything else first: nothing is created where this directory is refused, and a
     directory once made says that a run began.
     """
-    path = epath.Path(config.run.dir)
-    if "://" not in config.run.dir:
-        path = epath.Path(os.path.abspath(os.path.expanduser(config.run.dir)))
-    _check(path, config)
+    path = check_directory(config)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir={path} cannot be made: {error.strerror}; choose another") from None
     with _lock(path):
         resumed = _check(path, config)
-        write_atomically(path / "config.yaml", to_yaml(config))
-        yield RunDirectory(path, resumed)
+        before = {entry.name for entry in path.iterdir()}
+        try:
+            write_atomically(path / "config.yaml", to_yaml(config))
+        except OSError as error:
+            raise InputError(f"run.dir={path} cannot be written: {error.strerror}; choose another") from None
+        try:
+            yield RunDirectory(path, resumed)
+        except InputError:
+            if not resumed:
+                _take_back(path, before, made)
+            raise
+
+
+def check_directory(config: Config) -> epath.Path:
+    """The absolute path of `run.dir`; raises InputError where this run may not begin or go on there."""
+    path = epath.Path(config.run.dir)
+    if "://" not in config.run.dir:
+        path = epath.Path(os.path.abspath(os.path.expanduser(config.run.dir)))
+    _check(path, config)
+    return path
+
+
+def _take_back(path: epath.Path, before: set[str], made: list[epath.Path]) -> None:
+    """Remove what a run that has recorded nothing wrote: its configuration would refuse the mended one."""
+    if {entry.name for entry in path.iterdir()} - before - {"config.yaml"}:
+        return
+    (path / "config.yaml").unlink(missing_ok=True)
+    if made:
+        (path / ".lock").unlink(missing_ok=True)
+    for folder in made:
+        folder.rmdir()
 
 
 def _check(path: epath.Path, config: Config) -> bool:
@@ -106,7 +133,11 @@ def _lock(path: epath.Path) -> Iterator[None]:
     if "://" in str(path):
         yield
         return
-    with open(path / ".lock", "a+", encoding="utf-8") as file:
+    try:
+        file = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise InputError(f"run.dir={path} cannot be written: {error.strerror}; choose another") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -65,19 +65,27 @@ class Checkpoint:
     def names(self) -> Iterable[str]:
         return self._tensors
 
-    def read(self, name: str, weight: Weight, shape: tuple[int, ...]) -> np.ndarray:
-        """One parameter of this shape, in the type of the file."""
+    def piece(self, name: str, weight: Weight, shape: tuple[int, ...]) -> Any:
+        """The tensor that holds a parameter of this shape, its shape and type checked, not read yet."""
         handle, stored = self._tensors[name]
         piece = handle.get_slice(stored)
         expected, found = stored_shape(weight, shape), tuple(piece.get_shape())
         if found != expected:
-            raise InputError(f"{self.directory}: tensor {stored!r} has shape {found}, expected {expected}")
+            raise InputError(
+                f"{self.directory}: tensor {stored!r} has shape {found}, expected {expected} by config.json; "
+                "fetch or save the model again"
+            )
         if piece.get_dtype() not in FLOATS:
             raise InputError(
                 f"{self.directory}: tensor {stored!r} is {piece.get_dtype()}; use {', '.join(FLOATS)}"
             )
+        return piece
+
+    def read(self, name: str, weight: Weight, shape: tuple[int, ...]) -> np.ndarray:
+        """One parameter of this shape, in the type of the file."""
+        piece = self.piece(name, weight, shape)
         i, n = weight.part
-        size = expected[-1] // n
+        size = stored_shape(weight, shape)[-1] // n
         tensor = piece[..., i * size : (i + 1) * size] if n > 1 else piece[...]
         return (tensor.T if weight.form == "linear" else tensor).reshape(shape)
 
@@ -104,7 +112,9 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
                 f"{directory} holds only {pickles[0]}, a pickle, which could run code when read; "
                 "save the model as safetensors"
             )
-        raise InputError(f"{directory} has no model.safetensors and no {INDEX}")
+        raise InputError(
+            f"{directory} has no model.safetensors and no {INDEX}; fetch or save the model again"
+        )
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -148,47 +158,70 @@ def unflatten(flat: dict[str, Any]) -> dict:
     return tree
 
 
-def read_params(directory: pathlib.Path, family: Family, shapes: dict, fresh_head) -> dict:
+def read_params(
+    directory: pathlib.Path, family: Family, shapes: dict, fresh_head: Callable[[], dict] | None
+) -> dict:
     """The tree of parameters of a checkpoint, one leaf after another.
 
     Args:
       shapes: tree of jax.ShapeDtypeStruct, layers stacked.
-      fresh_head: function without arguments that gives params["head"], called if the checkpoint lacks it.
+      fresh_head: gives params["head"], called if the checkpoint lacks it; None refuses such a checkpoint.
     """
     weights = places(family, shapes)
     params: dict[str, Any] = {}
-    fresh: dict[str, Any] = {}
     with Checkpoint(directory, family) as checkpoint:
-        used: set[str] = set()
+        new, unused = _survey(checkpoint, shapes, head_required=fresh_head is None)
+        fresh = flatten(fresh_head(), "head/") if new and fresh_head else {}
         for path, leaf in flatten(shapes).items():
-            weight = weights[path]
-            names = _names(weight, leaf.shape)
-            missing = [name for name in names if name not in checkpoint]
-            if missing and path.startswith("head/"):
-                fresh = fresh or flatten(fresh_head(), "head/")
-                params[path] = fresh[path]
-                continue
-            if missing:
-                shape = stored_shape(weight, leaf.shape[1:] if "{}" in weight.name else leaf.shape)
-                full = missing[0] if weight.bare else family.prefix + missing[0]
-                raise InputError(
-                    f"{directory} has no tensor {full!r} of shape {shape}; fetch or save the model again"
-                )
-            params[path] = _leaf(checkpoint, weight, names, leaf)
-            used.update(names)
-        _check_rest(checkpoint, used)
-    if fresh:
-        new = sorted(path for path in fresh if params[path] is fresh[path])
-        logger.warning("%s has no %s: fresh seeded weights are used", directory, ", ".join(new))
+            params[path] = fresh[path] if path in new else _leaf(checkpoint, weights[path], leaf)
+    if new:
+        logger.warning("%s has no %s: fresh seeded weights are used", directory, ", ".join(sorted(new)))
+    if unused:
+        logger.warning("%s: %d tensors are not used, such as %s", directory, len(unused), unused[0])
     return unflatten(params)
+
+
+def check_params(directory: pathlib.Path, family: Family, shapes: dict, *, head_required: bool) -> None:
+    """Refuses what `read_params` would, by the files' headers alone."""
+    with Checkpoint(directory, family) as checkpoint:
+        _survey(checkpoint, shapes, head_required=head_required)
+
+
+def _survey(checkpoint: Checkpoint, shapes: dict, *, head_required: bool) -> tuple[set[str], list[str]]:
+    """(paths of the head that are not in the checkpoint, names of tensors that are not used).
+
+    Raises:
+      InputError: something else is missing, has another shape, or belongs to another backbone.
+    """
+    family, new, used = checkpoint.family, set(), set()
+    weights = places(family, shapes)
+    for path, leaf in flatten(shapes).items():
+        weight = weights[path]
+        shape = leaf.shape[1:] if "{}" in weight.name else leaf.shape
+        names = _names(weight, leaf.shape)
+        missing = [name for name in names if name not in checkpoint]
+        if missing and path.startswith("head/") and not head_required:
+            new.add(path)
+            continue
+        if missing:
+            full = missing[0] if weight.bare else family.prefix + missing[0]
+            remedy = (
+                "train a reward model first" if path.startswith("head/") else "fetch or save the model again"
+            )
+            wanted = f"tensor {full!r} of shape {stored_shape(weight, shape)}"
+            raise InputError(f"{checkpoint.directory} has no {wanted}; {remedy}")
+        for name in names:
+            checkpoint.piece(name, weight, shape)
+        used.update(names)
+    return new, _rest(checkpoint, used)
 
 
 def _names(weight: Weight, shape: tuple[int, ...]) -> list[str]:
     return [weight.name.format(i) for i in range(shape[0])] if "{}" in weight.name else [weight.name]
 
 
-def _leaf(checkpoint: Checkpoint, weight: Weight, names: list[str], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    out = np.empty(leaf.shape, leaf.dtype)
+def _leaf(checkpoint: Checkpoint, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    out, names = np.empty(leaf.shape, leaf.dtype), _names(weight, leaf.shape)
     if "{}" not in weight.name:
         out[...] = checkpoint.read(names[0], weight, leaf.shape)
     else:
@@ -197,8 +230,8 @@ def _leaf(checkpoint: Checkpoint, weight: Weight, names: list[str], leaf: jax.Sh
     return jnp.asarray(out)
 
 
-def _check_rest(checkpoint: Checkpoint, used: set[str]) -> None:
-    """Refuses tensors of the backbone that have no place in the model; mentions others."""
+def _rest(checkpoint: Checkpoint, used: set[str]) -> list[str]:
+    """Tensors that are not used. Those of the backbone are refused: they have no place in the model."""
     family = checkpoint.family
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored))
     rest = [name for name in checkpoint.names() if name not in used and not ignored.fullmatch(name)]
@@ -209,8 +242,7 @@ def _check_rest(checkpoint: Checkpoint, used: set[str]) -> None:
             f"{checkpoint.directory}: {len(inside)} tensors, such as {inside[0]!r}, have no place in the "
             f"{family.model_type} model that config.json describes; is it another model's?"
         )
-    if rest:
-        logger.warning("%s: %d tensors are not used, such as %s", checkpoint.directory, len(rest), rest[0])
+    return rest
 
 
 def stored_tensors(params: dict, family: Family) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:

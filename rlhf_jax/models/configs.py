@@ -80,6 +80,12 @@ class EncoderConfig:
         return self.embed // self.heads
 
 
+def check_length(config: TransformerConfig | EncoderConfig, length: int, what: str) -> None:
+    """Refuses sequences that are longer than the model's positions, learned or rotary."""
+    if length > config.max_positions:
+        raise InputError(f"{what} = {length} exceeds its {config.max_positions} positions; lower it")
+
+
 def check_positive(config, *names: str) -> None:
     for name in names:
         value = getattr(config, name)

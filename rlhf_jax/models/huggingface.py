@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from rlhf_jax.errors import InputError
-from rlhf_jax.models.checkpoints import read_params
+from rlhf_jax.models.checkpoints import check_params, read_params
 from rlhf_jax.models.config_json import config_from_json, family_of
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import DECODER_HEADS
@@ -18,7 +18,15 @@ from rlhf_jax.models.parameters import build_model, fresh_head, shapes
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 
-def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: int = 0):
+def load_model(
+    name_or_dir,
+    *,
+    head: str = "lm",
+    dtype: Any = "float32",
+    seed: int = 0,
+    head_required: bool = False,
+    weights: bool = True,
+):
     """A model and its weights from a Hugging Face directory or hub name.
 
     Args:
@@ -26,6 +34,8 @@ def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: i
       head: lm, value or score. A value or score head that the checkpoint lacks is made fresh, with a warning.
       dtype: type of the computation, float32 or bfloat16. Parameters are always float32.
       seed: of the fresh head.
+      head_required: refuses a checkpoint that lacks the head.
+      weights: False checks the files by their headers and gives shapes in place of arrays.
     Returns:
       (model, {"params": tree}), layers stacked on a leading axis.
     """
@@ -39,7 +49,11 @@ def load_model(name_or_dir, *, head: str = "lm", dtype: Any = "float32", seed: i
         kind = f"an encoder ({family.model_type}), which sees the future"
         raise InputError(f"{name_or_dir} is {kind}: it has no {head!r} head; use a decoder")
     model = build_model(config, head=head, dtype=dtype)
-    return model, {"params": read_params(directory, family, shapes(model), lambda: fresh_head(model, seed))}
+    if not weights:
+        check_params(directory, family, shapes(model), head_required=head_required)
+        return model, {"params": shapes(model)}
+    fresh = None if head_required else lambda: fresh_head(model, seed)
+    return model, {"params": read_params(directory, family, shapes(model), fresh)}
 
 
 def model_directory(name_or_dir) -> pathlib.Path:
@@ -74,14 +88,33 @@ def read_hf_config(name_or_dir) -> dict[str, Any]:
 
 
 def load_tokenizer(name_or_dir):
-    """The tokenizer of a directory or hub name. Code from the checkpoint is never run."""
+    """The tokenizer of a directory or hub name. Code from the checkpoint is never run.
+
+    Raises:
+      InputError: there is none, or it has more ids than the model beside it has embeddings.
+    """
     from transformers import AutoTokenizer
 
     directory = model_directory(name_or_dir)
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise InputError(f"{directory} has no tokenizer that can be read: {first_line(error)}") from error
+        reason = first_line(error).rstrip(":")
+        raise InputError(
+            f"{directory} has no tokenizer that can be read ({reason}); save tokenizer.json beside the model"
+        ) from error
+    ids, rows = 1 + max(tokenizer.get_vocab().values(), default=-1), _vocab_size(directory)
+    if rows is not None and ids > rows:
+        raise InputError(
+            f"{directory}: the tokenizer has ids up to {ids - 1} and the model vocab_size={rows} embeddings; "
+            f"resize the model to {ids} or give it its own tokenizer"
+        )
+    return tokenizer
+
+
+def _vocab_size(directory: pathlib.Path) -> int | None:
+    rows = read_hf_config(directory).get("vocab_size") if (directory / "config.json").is_file() else None
+    return rows if isinstance(rows, int) else None
 
 
 def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
@@ -95,7 +128,14 @@ def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
     found = tuple(dict.fromkeys(int(i) for i in ids if i is not None))
     if not found:
         raise InputError(
-            f"{name_or_dir}: neither tokenizer nor generation_config.json names an end-of-sequence token"
+            f"{name_or_dir}: neither tokenizer nor generation_config.json names an end-of-sequence token; "
+            "set eos_token in tokenizer_config.json"
+        )
+    rows = _vocab_size(directory)
+    if rows is not None and max(found) >= rows:
+        raise InputError(
+            f"{name_or_dir}: end-of-sequence id {max(found)} is beyond the model's vocab_size={rows}; mend "
+            "eos_token_id in generation_config.json or config.json"
         )
     return found
 
@@ -108,7 +148,11 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:  # of JSON or of UTF-8
-        raise InputError(f"{path} is not JSON ({error})") from error
+        raise InputError(f"{path} is not JSON ({error}); fetch or save the model again") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
     if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}, expected a JSON object")
+        raise InputError(
+            f"{path} holds {type(value).__name__}, expected a JSON object; fetch or save the model again"
+        )
     return value

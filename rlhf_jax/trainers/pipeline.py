@@ -26,7 +26,7 @@ from rlhf_jax.models.huggingface import read_hf_config
 from rlhf_jax.records import write_atomically
 from rlhf_jax.report import write_report
 from rlhf_jax.rollout.reward_model import Scale
-from rlhf_jax.run_directory import open_run
+from rlhf_jax.run_directory import check_directory, open_run
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views, make_views
 from rlhf_jax.trainers import inputs, roles
@@ -34,14 +34,14 @@ from rlhf_jax.trainers.evaluate import compare
 from rlhf_jax.trainers.ppo import Learner
 from rlhf_jax.trainers.ppo_loop import PpoTask, export_latest, train_ppo
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task, measure_scale, scorer_of
+from rlhf_jax.trainers.preflight import check_run
 from rlhf_jax.trainers.reward import train_accuracy, train_reward_model
-from rlhf_jax.trainers.roles import LoadedModel
+from rlhf_jax.trainers.roles import BEST_POLICY, BEST_REWARD_MODEL, SFT_POLICY, LoadedModel
 from rlhf_jax.trainers.sft import train_sft
 from rlhf_jax.trainers.timing import CompileClock
 
 log = logging.getLogger("rlhf_jax")
 
-SFT_POLICY, BEST_REWARD_MODEL, BEST_POLICY = "sft_policy", "best_reward_model", "best_policy"
 REWARD_SCALE = "reward_scale.json"
 
 
@@ -75,16 +75,23 @@ class Job:
 
 
 @contextlib.contextmanager
-def _job(config: Config, *, pairs: bool = False, prompts: bool = False) -> Iterator[Job]:
-    """Reads all input and checks it against the devices; only then is the run's directory made."""
+def _job(config: Config, *phases: str) -> Iterator[Job]:
+    """Reads all input and checks it for these phases; only then is the run's directory made."""
     check_devices(config, jax.device_count())
-    needs_pairs = pairs or (prompts and config.data.prompts is None) or config.policy.model == roles.NEW
+    path = check_directory(config)
+    prompts = phases != ("sft",)
+    needs_pairs = (
+        bool({"sft", "reward"}.intersection(phases))
+        or config.data.prompts is None
+        or config.policy.model == roles.NEW
+    )
     read = inputs.read_pairs(config.data, config.run.seed) if needs_pairs else None
     split = (
         inputs.split_prompts(config.data, read, config.run.seed, held_out=config.eval.prompts)
         if prompts
         else None
     )
+    check_run(config, phases, path, read, split)
     views = make_views(config)
     with (
         open_run(config) as directory,
@@ -95,10 +102,11 @@ def _job(config: Config, *, pairs: bool = False, prompts: bool = False) -> Itera
 
 def run(config: Config) -> None:
     """Everything: SFT, reward model, PPO, evaluation, report."""
-    with _job(config, pairs=True, prompts=True) as job:
-        if config.sft.epochs > 0:
+    phases = {"sft": config.sft.epochs > 0, "reward": config.reward.function is None, "ppo": True}
+    with _job(config, *(phase for phase, wanted in phases.items() if wanted)) as job:
+        if phases["sft"]:
             _sft(job)
-        if config.reward.function is None:
+        if phases["reward"]:
             _reward(job)
         _ppo(job)
         _evaluate(job)
@@ -109,7 +117,7 @@ def sft(config: Config) -> None:
     """Fine-tunes the policy on the chosen responses; writes sft_policy/."""
     if config.sft.epochs == 0:
         raise InputError("sft.epochs=0 leaves nothing to do; use sft.epochs=1 or more")
-    with _job(config, pairs=True) as job:
+    with _job(config, "sft") as job:
         _sft(job)
 
 
@@ -117,25 +125,25 @@ def reward(config: Config) -> None:
     """Trains the reward model; writes best_reward_model/."""
     if config.reward.function is not None:
         raise InputError("reward.function is set, and there is no reward model to train; leave it out")
-    with _job(config, pairs=True, prompts=True) as job:
+    with _job(config, "reward") as job:
         _reward(job)
 
 
 def ppo(config: Config) -> None:
     """Improves the policy; writes best_policy/."""
-    with _job(config, prompts=True) as job:
+    with _job(config, "ppo") as job:
         _ppo(job)
 
 
 def evaluate(config: Config) -> None:
     """Compares best_policy/ with the policy that PPO began with; writes eval.json and samples.jsonl."""
-    with _job(config, prompts=True) as job:
+    with _job(config, "eval") as job:
         _evaluate(job)
 
 
 def export(config: Config) -> None:
     """Writes the newest PPO checkpoint's actor as best_policy/."""
-    with _job(config, prompts=True) as job:
+    with _job(config, "export") as job:
         task, learner = _ppo_task(job)
         export_latest(task, job.path, learner)
 
@@ -209,8 +217,6 @@ def _ppo_task(job: Job) -> tuple[PpoTask, Learner]:
 def _evaluate(job: Job) -> None:
     """Before and after, on the same prompts with the same keys."""
     directory = job.path / BEST_POLICY
-    if not roles.is_complete(directory):
-        raise InputError(f"{directory} does not exist; run `rlhf-jax ppo` or `rlhf-jax run` first")
     policy, reward = _initial_policy(job), _trained_reward_model(job)
     scorer = scorer_of(job.config, reward, policy, job.views)
     scale = Scale() if reward is None else _scale(job, policy, reward)
@@ -249,28 +255,15 @@ def _say(result: dict[str, Any]) -> None:
 
 
 def _initial_policy(job: Job) -> LoadedModel:
-    """The policy that PPO begins with, which is its reference too."""
-    directory = job.path / SFT_POLICY
-    if job.config.sft.epochs == 0:
-        return roles.load_policy(job.config.policy, job.training_pairs, job.seed)
-    if not roles.is_complete(directory):
-        raise InputError(
-            f"sft.epochs={job.config.sft.epochs} and {directory} does not exist; "
-            "run `rlhf-jax sft` first, or set sft.epochs=0"
-        )
-    return roles.load_language_model(directory, job.config.policy)
-
-
-def _reward_directory(job: Job) -> epath.Path:
-    """The run's own reward model where it trained one, else what reward.model says."""
-    own = job.path / BEST_REWARD_MODEL
-    return own if roles.is_complete(own) else epath.Path(job.config.reward.model)
+    return roles.initial_policy(job.config, job.path, job.training_pairs)
 
 
 def _trained_reward_model(job: Job) -> LoadedModel | None:
-    if job.config.reward.function is not None:
-        return None
-    return roles.load_reward_model(str(_reward_directory(job)), job.config.reward.dtype)
+    return roles.trained_reward_model(job.config, job.path)
+
+
+def _reward_directory(job: Job) -> epath.Path:
+    return roles.reward_directory(job.config, job.path)
 
 
 def _scale(job: Job, policy: LoadedModel, reward: LoadedModel) -> Scale:

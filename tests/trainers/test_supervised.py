@@ -149,7 +149,7 @@ def test_scores_of_the_reference_have_mean_zero_and_variance_one_on_the_stored_s
     config, directory = trained
     notes = json.loads((directory / "best_reward_model" / "config.json").read_text())["rlhf_jax"]
     assert notes["gain"] > 0
-    with pipeline._job(config, pairs=True, prompts=True) as job:
+    with pipeline._job(config, "reward") as job:
         policy, reward = pipeline._initial_policy(job), pipeline._trained_reward_model(job)
         again = pipeline._measure_scale(job, policy, reward)
     assert again.gain == pytest.approx(notes["gain"], rel=1e-4)
