@@ -75,7 +75,7 @@ def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, cl
                 raise Diverged(
                     f"{run.max_bad_steps} updates in a row were not finite; lower the learning rates"
                 )
-            if stop and not last:
+            if stop:
                 stopped(stop, run_dir)
     if not evaluate_every:
         task.save_policy(learner.actor.params, ppo.iterations)
@@ -155,6 +155,8 @@ def iterate(
         "prompt_length_B": prompts.mask_BP.sum(-1),
         "length_B": rollout.length_B,
     }
+    if config.rollout.top_k > 0 or config.rollout.top_p < 1:
+        metrics["rollout/truncated_sampling"] = 1.0  # the ratios are biased: see `make_ppo_task`
     return learner, metrics
 
 

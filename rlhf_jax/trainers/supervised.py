@@ -114,7 +114,7 @@ def train_supervised(
                 raise Diverged(
                     f"{task.phase}: {bad} updates in a row were not finite; lower {task.phase}.learning_rate"
                 )
-            if stop and not last:
+            if stop:
                 stopped(stop, run_dir)
     checkpoints.close()
     return best
