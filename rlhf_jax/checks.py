@@ -230,6 +230,11 @@ def _check_ppo(config: Config) -> None:
         raise InputError(
             f"ppo.kl_target={ppo.kl_target} steers ppo.kl_coef by factors, and it is 0; start it above 0"
         )
+    if ppo.kl_placement == "loss" and ppo.kl_kind == "k1":
+        raise InputError(
+            "ppo.kl_placement=loss with ppo.kl_kind=k1: the gradient of k1 has mean 0 and holds nothing "
+            "back; use ppo.kl_kind=k2 or k3, or ppo.kl_placement=reward"
+        )
     if config.critic.warmup_iterations >= ppo.iterations:
         raise InputError(
             f"critic.warmup_iterations={config.critic.warmup_iterations} leaves the actor none of "

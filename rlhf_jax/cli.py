@@ -7,10 +7,13 @@ answers at once.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pathlib
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -180,11 +183,38 @@ def _pipeline(job: str, config: Config) -> None:
     _with_jax()
     import importlib
 
-    getattr(importlib.import_module("rlhf_jax.trainers.pipeline"), job)(config)
+    with _narration():
+        getattr(importlib.import_module("rlhf_jax.trainers.pipeline"), job)(config)
+
+
+class _Narrator(logging.Handler):
+    """What the package logs as plain lines: notes on stdout, beside the progress, and warnings on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING:
+            print(record.getMessage(), flush=True)
+        else:
+            print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _narration() -> Iterator[None]:
+    logger, narrator = logging.getLogger("rlhf_jax"), _Narrator()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(narrator)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(narrator)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def _with_jax() -> None:
-    """Keep compiled programs between commands."""
+    """Keep compiled programs between commands, and transformers from asking for PyTorch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     place = os.environ.get("RLHF_JAX_CACHE", CACHE)
     if place.lower() in ("off", "0", "") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return

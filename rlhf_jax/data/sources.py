@@ -135,7 +135,7 @@ def _json_lines(path: pathlib.Path, source: str) -> Iterator[tuple[str, Row]]:
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
                     where = f"{source}:{number}"
-                    yield _object(_parse(line, where, "a JSON object"), where)
+                    yield _object(_parse(line.rstrip(b"\r\n"), where, "a JSON object"), where)
     except EOFError:
         raise InputError(
             f"{source}:{number + 1}: expected more data, found the end of a truncated gzip file"

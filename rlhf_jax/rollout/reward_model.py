@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -125,10 +126,15 @@ class RewardFunction:
         self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
     ) -> np.ndarray:
         messages = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts]
-        given = self._function(messages, list(responses))
         try:
+            given = self._function(messages, list(responses))
+        except Exception as error:
+            raise InputError(f"{self.name} raised {_told(error)}; mend the function") from error
+        try:
+            if np.asarray(given).dtype.kind in "US":
+                raise TypeError(f"text such as {np.ravel(given)[0]!r}")
             scores = np.asarray(given, np.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"{self.name} gave no numbers ({error}); return one for each response"
             ) from error
@@ -149,13 +155,21 @@ def _import_function(name: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())  # an installed command does not look where it is started
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # the module's own code ran
+        own = isinstance(error, ImportError | AttributeError | TypeError | ValueError)
+        reason = error if own else _told(error)
         raise InputError(
-            f"reward.function={name!r} cannot be imported ({error}); give it as module:function"
+            f"reward.function={name!r} cannot be imported ({reason}); give it as module:function"
         ) from error
     if not callable(found):
         raise InputError(f"reward.function={name!r} is not a function")
     return found
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's code: its type, its words, and the line where it arose."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} ({error}) in {frame.filename}, line {frame.lineno}"
 
 
 @dataclasses.dataclass(frozen=True)

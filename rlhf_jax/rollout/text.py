@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhf_jax.data.messages import prompt_of_text
 from rlhf_jax.data.rendering import Renderer
+from rlhf_jax.models.configs import check_length
 from rlhf_jax.models.huggingface import eos_token_ids, load_model, load_tokenizer
 from rlhf_jax.models.parameters import unstack_layers
 from rlhf_jax.rollout.generate import decoder_for, generate
@@ -31,6 +32,8 @@ def generate_text(model: Any, prompt: str, rollout_settings: RolloutSettings, se
     tokenizer = load_tokenizer(model)
     renderer = Renderer(tokenizer, eos_token_ids(model, tokenizer))
     ids = renderer.prompt(prompt_of_text(prompt), rollout_settings.prompt_length)
+    what = f"{model}: {len(ids)} prompt tokens + rollout.response_length"
+    check_length(module.config, len(ids) + rollout_settings.response_length, what)
     tokens_BP = np.asarray(ids, np.int32)[None]
     sample = functools.partial(
         generate,

@@ -84,6 +84,8 @@ def split_prompts(data: Data, pairs: Pairs | None, seed: int, *, held_out: int) 
             len(train) - len(kept),
             len(train),
         )
+    if len(evaluation) < held_out:
+        log.info("eval.prompts=%d and there are %d held-out prompts: all are used", held_out, len(evaluation))
     return PromptSplit(kept, evaluation[:held_out])
 
 

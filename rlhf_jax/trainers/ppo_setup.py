@@ -91,6 +91,14 @@ def make_ppo_task(
     critic: tuple[nn.Module, Any] | None = None,
 ) -> tuple[PpoTask, Learner]:
     """The task, and the learner that it begins with. The critic is (model, params); none: by critic.init."""
+    if config.rollout.top_k > 0 or config.rollout.top_p < 1:
+        log.warning(
+            "rollout.top_k=%d and rollout.top_p=%g cut the distribution that responses are sampled from, and "
+            "log-probabilities are those of the whole one: PPO's importance ratios and the KL are biased; "
+            "use rollout.top_k=0 rollout.top_p=1",
+            config.rollout.top_k,
+            config.rollout.top_p,
+        )
     critic_model, critic_params = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
     steps = make_ppo_steps(config, evaluator.steps, critic_model, critic_params)
     learner = steps.init_learner(
