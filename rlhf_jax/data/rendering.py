@@ -71,8 +71,8 @@ class Renderer:
         if ids is None:
             markers = sum(map(len, self._fixed(("user",))))
             raise InputError(
-                f"a prompt length of {max_length} is too small: the markers around one turn take {markers} "
-                "tokens; use a larger one"
+                f"rollout.prompt_length={max_length} is too small: the markers around one turn take "
+                f"{markers} tokens; use a larger one"
             )
         return ids
 
@@ -89,6 +89,23 @@ class Renderer:
         end = self.response(response)
         start = self._fit(messages, max_length - len(end))
         return None if start is None else start + end
+
+    def clipped_dialogue(self, messages: Dialogue, response: str, max_length: int) -> list[int]:
+        """As `dialogue`, for what a policy wrote and must be scored.
+
+        A response that does not fit loses its end, and the turn before it is then empty.
+        """
+        whole = self.dialogue(messages, response, max_length)
+        if whole is not None:
+            return whole
+        fitting = (self._fit(messages, room) for room in range(max_length - len(self._ending) + 1))
+        start = next((ids for ids in fitting if ids is not None), None)
+        if start is None:
+            raise InputError(
+                f"reward.max_length={max_length} has no room for the markers around a turn; use a larger one"
+            )
+        room = max_length - len(start) - len(self._ending)
+        return start + self._content(response, "assistant")[:room] + self._ending
 
     def text(self, ids: Iterable[int]) -> str:
         """The text of response tokens, without special tokens and without white space around it."""

@@ -85,19 +85,12 @@ class RewardModel:
     def score_texts(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
         """Raw scores of dialogues as text, rendered as in the reward model's training.
 
-        Raises:
-          InputError: a response alone is longer than max_length.
+        A response that alone is longer than max_length is cut short: another tokenizer may need many tokens
+        for what is few tokens to the policy, and a run must not end over it.
         """
-        rows = [
-            self.renderer.dialogue(*pair, self.max_length) for pair in zip(prompts, responses, strict=True)
-        ]
-        whole = [row for row in rows if row is not None]
-        if len(whole) < len(rows):
-            raise InputError(
-                f"a response alone is longer than reward.max_length={self.max_length} tokens of the "
-                "reward model; raise it"
-            )
-        return self.score_tokens(whole)
+        render = self.renderer.clipped_dialogue
+        pairs = zip(prompts, responses, strict=True)
+        return self.score_tokens([render(*pair, self.max_length) for pair in pairs])
 
     def score_tokens(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Raw scores of rendered dialogues, of any number and lengths."""
@@ -168,6 +161,8 @@ def _import_function(name: str) -> Callable[..., Any]:
 
 def _told(error: Exception) -> str:
     """An error of the user's code: its type, its words, and the line where it arose."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError ({error})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} ({error}) in {frame.filename}, line {frame.lineno}"
 

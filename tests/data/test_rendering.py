@@ -258,7 +258,7 @@ def test_last_turn_loses_its_oldest_tokens(renderer):
     assert same > 3  # markers and newest tokens are in place
     assert "at home" in decoded(renderer, cut)
     with pytest.raises(
-        InputError, match="a prompt length of 2 is too small: the markers around one turn take"
+        InputError, match=r"rollout\.prompt_length=2 is too small: the markers around one turn take"
     ):
         renderer.prompt((user("bread"),), 2)
 

@@ -133,10 +133,16 @@ def test_eight_devices_give_the_scores_of_one():
     np.testing.assert_allclose(scorer.score_texts(PROMPTS, RESPONSES), expected(), atol=TOLERANCE)
 
 
-def test_a_response_that_does_not_fit_is_an_error_of_the_input():
-    scorer = reward_model(max_length=16)
-    with pytest.raises(InputError, match=r"reward\.max_length=16"):
-        scorer.score_texts(PROMPTS[:1], ["bread " * 40])
+def test_a_response_that_does_not_fit_is_cut_short():
+    """A run ended in its middle over a response that was few tokens to the policy."""
+    scorer, long = reward_model(max_length=24), "bread " * 40
+    row = scorer.renderer.clipped_dialogue(PROMPTS[0], long, 24)
+    whole = scorer.renderer.dialogue(PROMPTS[0], long, 1000)
+    assert len(row) == 24
+    assert row[-1] == whole[-1] == scorer.renderer.eos_id
+    assert scorer.score_texts(PROMPTS[:1], [long]) == scorer.score_tokens([row])
+    with pytest.raises(InputError, match=r"reward\.max_length=3 has no room"):
+        reward_model(max_length=3).score_texts(PROMPTS[:1], [long])
 
 
 def lengths(prompts, responses):
