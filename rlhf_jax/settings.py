@@ -68,10 +68,9 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sft:
-    """Supervised fine-tuning of the policy on the chosen responses, before everything else."""
+class Supervised:
+    """What fine-tuning and the reward model's training have in common. A row is a dialogue or a pair."""
 
-    epochs: int = option(0, "passes over the chosen responses; 0 skips the phase")
     learning_rate: float = option(1e-5, "peak learning rate of AdamW")
     warmup_fraction: float = option(0.05, "share of the steps in which the learning rate rises from 0")
     schedule: str = option(
@@ -79,16 +78,23 @@ class Sft:
     )
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm")
-    batch_size: int = option(16, "dialogues a step, over all devices")
+    batch_size: int = option(16, "dialogues or pairs a step, over all devices")
     micro_batch_size: int | None = option(
-        None, "dialogues a forward pass; divides batch_size; none: the whole batch"
+        None, "dialogues or pairs a forward pass; divides batch_size; none: the whole batch"
     )
-    max_length: int = option(512, "longest dialogue in tokens; the oldest turns go first")
-    eval_every: int = option(100, "steps between evaluations of the held-out loss, and between saves")
+    max_length: int = option(512, "longest prompt + response in tokens; the oldest turns go first")
+    eval_every: int = option(100, "steps between evaluations on the held-out pairs, and between saves")
 
 
 @dataclasses.dataclass(frozen=True)
-class Reward:
+class Sft(Supervised):
+    """Supervised fine-tuning of the policy on the chosen responses, before everything else."""
+
+    epochs: int = option(0, "passes over the chosen responses; 0 skips the phase")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward(Supervised):
     """The reward model and its training on pairs."""
 
     model: str = option(
@@ -107,19 +113,6 @@ class Reward:
         0.0, "weight of mean((s_chosen + s_rejected)^2), which keeps scores around 0"
     )
     epochs: int = option(1, "passes over the pairs")
-    learning_rate: float = option(1e-5, "peak learning rate of AdamW")
-    warmup_fraction: float = option(0.05, "share of the steps in which the learning rate rises from 0")
-    schedule: str = option(
-        "cosine", "learning rate after the warm-up: constant, linear or cosine (both to 0)"
-    )
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm")
-    batch_size: int = option(16, "pairs a step, over all devices")
-    micro_batch_size: int | None = option(
-        None, "pairs a forward pass; divides batch_size; none: the whole batch"
-    )
-    max_length: int = option(512, "longest prompt + response in tokens; the oldest turns go first")
-    eval_every: int = option(50, "steps between evaluations on the held-out pairs, and between saves")
 
 
 @dataclasses.dataclass(frozen=True)
