@@ -66,6 +66,18 @@ class Checkpoints:
         Returns:
           (state, host), the state laid out as `like` is.
         """
+        try:
+            return self._restore(step, like)
+        except (InputError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # Orbax raises errors of many kinds
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise InputError(
+                f"{self.directory / str(step)} cannot be read ({reason[:200]}); remove this folder, and the "
+                "run goes on from the checkpoint before"
+            ) from error
+
+    def _restore(self, step: int, like: Any) -> tuple[Any, dict]:
         wanted = _named(like)
         self._check(step, wanted)
         abstract = {name: _abstract(leaf) for name, leaf in wanted.items()}

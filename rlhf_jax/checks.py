@@ -157,6 +157,11 @@ def _check_values(values: dict[str, Any]) -> None:
             raise InputError(f"{name}={value} is not a finite number")
         if value == "":
             raise InputError(f"{name} is empty; give a value or leave the setting out")
+        if isinstance(value, str) and "\0" in value:
+            raise InputError(f"{name}={value!r} holds a null character; leave it out")
+    scheme, separator, _ = values["run.dir"].partition("://")
+    if separator and scheme != "gs":
+        raise InputError(f"run.dir={values['run.dir']} is neither a local path nor gs://; use one of them")
     for words, holds, names in RANGES:
         for name in names.split():
             if values[name] is not None and not holds(values[name]):

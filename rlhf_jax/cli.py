@@ -8,6 +8,7 @@ answers at once.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import pathlib
@@ -148,6 +149,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command and leave with the exit code that fits."""
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, _stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     try:
         code = app(arguments or ["--help"], prog_name="rlhf-jax", standalone_mode=False)
     except InputError as error:
@@ -215,12 +218,26 @@ def _narration() -> Iterator[None]:
 def _with_jax() -> None:
     """Keep compiled programs between commands, and transformers from asking for PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if "JAX_PLATFORMS" in os.environ:
+        _check_platforms(os.environ["JAX_PLATFORMS"])
     place = os.environ.get("RLHF_JAX_CACHE", CACHE)
     if place.lower() in ("off", "0", "") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     import jax
 
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(place).expanduser()))
+
+
+def _check_platforms(asked: str) -> None:
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = f" ({error})" if str(error) else ""
+        raise InputError(
+            f"JAX_PLATFORMS={asked} gives no devices{reason}; unset it or install the extra"
+        ) from error
 
 
 def _print_fields() -> None:

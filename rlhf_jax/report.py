@@ -67,9 +67,12 @@ def _read_eval(place: epath.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path} is not JSON ({error}); remove it or evaluate again") from None
+    if not isinstance(result, dict) or not all(isinstance(part, dict) for part in result.values()):
+        raise InputError(f"{path} does not hold objects by name; remove it or evaluate again")
+    return result
 
 
 def _png(figure: Any) -> bytes:

@@ -76,10 +76,13 @@ def open_run(config: Config) -> Iterator[RunDirectory]:
 
 def check_directory(config: Config) -> epath.Path:
     """The absolute path of `run.dir`; raises InputError where this run may not begin or go on there."""
-    path = epath.Path(config.run.dir)
-    if "://" not in config.run.dir:
-        path = epath.Path(os.path.abspath(os.path.expanduser(config.run.dir)))
-    _check(path, config)
+    try:
+        path = epath.Path(config.run.dir)
+        if "://" not in config.run.dir:
+            path = epath.Path(os.path.abspath(os.path.expanduser(config.run.dir)))
+        _check(path, config)
+    except (OSError, ImportError) as error:  # not readable, or no client for this kind of place
+        raise InputError(f"run.dir={config.run.dir} cannot be reached: {error}; choose another") from None
     return path
 
 
