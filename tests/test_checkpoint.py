@@ -137,6 +137,26 @@ def test_a_checkpoint_of_another_state_names_the_leaf(saved, change, words):
         Checkpoints(run_dir, "ppo", keep=2).restore(3, like.replace(params=change(like.params)))
 
 
+@pytest.mark.parametrize("part", ["arrays", "host"])
+def test_a_damaged_checkpoint_is_named_with_the_way_on(part, tmp_path):
+    state = {"table": np.arange(100_000, dtype=np.float32)}
+    checkpoints = Checkpoints(tmp_path, "ppo", keep=3)
+    checkpoints.save(1, state, {"best": 1})
+    step = tmp_path / "checkpoints" / "ppo" / "1"
+    if part == "host":
+        next(file for file in (step / "host").rglob("*") if file.is_file()).write_text("{")
+    else:
+        largest = max(
+            (file for file in step.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+        )
+        largest.write_bytes(largest.read_bytes()[:1000])
+    with pytest.raises(
+        InputError, match=r"ppo/1 cannot be read .*; remove this folder, and the run"
+    ) as caught:
+        checkpoints.restore(1, state)
+    assert "\n" not in str(caught.value)
+
+
 def test_python_numbers_belong_into_host(tmp_path):
     with pytest.raises(TypeError, match="count is int"):
         Checkpoints(tmp_path, "ppo", keep=1).save(1, {"count": 3}, {})

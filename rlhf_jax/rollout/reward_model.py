@@ -125,7 +125,7 @@ class RewardFunction:
             raise InputError(f"{self.name} raised {_told(error)}; mend the function") from error
         try:
             if np.asarray(given).dtype.kind in "US":
-                raise TypeError(f"text such as {np.ravel(given)[0]!r}")
+                raise TypeError(f"text such as {str(np.ravel(given)[0])[:40]!r}")
             scores = np.asarray(given, np.float32)
         except (TypeError, ValueError, IndexError) as error:
             raise InputError(

@@ -262,7 +262,7 @@ def _trained_reward_model(job: Job) -> LoadedModel | None:
     return roles.trained_reward_model(job.config, job.path)
 
 
-def _reward_directory(job: Job) -> epath.Path:
+def _reward_directory(job: Job) -> str:
     return roles.reward_directory(job.config, job.path)
 
 
@@ -282,7 +282,7 @@ def _measure_scale(job: Job, policy: LoadedModel, reward: LoadedModel) -> Scale:
     return measure_scale(evaluator, job.prompts.train)
 
 
-def _notes(directory: epath.Path) -> dict[str, Any]:
+def _notes(directory: epath.Path | str) -> dict[str, Any]:
     """What an export of ours says of itself in config.json."""
     return read_hf_config(directory).get("rlhf_jax", {})
 

@@ -110,17 +110,17 @@ def with_fresh_head(model: nn.Module, params: Any, seed: int) -> dict[str, Any]:
     return {**trunk, "head": fresh_head(model, seed)}
 
 
-def reward_directory(config: Config, path: epath.Path) -> epath.Path:
-    """The run's own reward model where it trained one, else what reward.model says."""
+def reward_directory(config: Config, path: epath.Path) -> str:
+    """The run's own reward model where it trained one, else what reward.model says, to the letter."""
     own = path / BEST_REWARD_MODEL
-    return own if is_complete(own) else epath.Path(config.reward.model)
+    return str(own) if is_complete(own) else config.reward.model
 
 
 def trained_reward_model(config: Config, path: epath.Path, *, weights: bool = True) -> LoadedModel | None:
     """The reward model of the run directory `path`; None where a function takes its place."""
     if config.reward.function is not None:
         return None
-    return load_reward_model(str(reward_directory(config, path)), config.reward.dtype, weights=weights)
+    return load_reward_model(reward_directory(config, path), config.reward.dtype, weights=weights)
 
 
 def load_reward_model(directory: str, dtype: str, *, weights: bool = True) -> LoadedModel:

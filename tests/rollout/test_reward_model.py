@@ -166,6 +166,18 @@ def nothing(prompts, responses):
     return [None] * len(responses)
 
 
+def numbers_as_words(prompts, responses):
+    return ["1.0"] * len(responses)
+
+
+def ragged(prompts, responses):
+    return [[1.0]] + [[1.0, 2.0] for _ in responses[1:]]
+
+
+def fails(prompts, responses):
+    return {}["score"]
+
+
 NOT_A_FUNCTION = 3
 
 
@@ -182,6 +194,12 @@ def test_a_python_function_gives_fractional_scores():
         ("two_for_each", r"gave shape \(5, 2\) for 5 responses; return one number each"),
         ("one_is_not_a_number", "gave nan for response 1"),
         ("words", "gave no numbers"),
+        ("numbers_as_words", r"gave no numbers \(text such as '1\.0'\)"),
+        ("ragged", "gave no numbers"),
+        (
+            "fails",
+            r"fails raised KeyError \('score'\) in .*test_reward_model\.py, line \d+; mend the function",
+        ),
         ("nothing", "gave nan for response 0"),
     ],
 )
