@@ -177,7 +177,7 @@ def _check_shape(section: str, model: str, shape: Shape) -> None:
         return
     name = f"{section}.shape"
     for field, value in dataclasses.asdict(shape).items():
-        if value < 1:
+        if field != "tied" and value < 1:
             raise InputError(f"{name}.{field}={value} must be at least 1")
     if shape.vocab_size < 260:
         raise InputError(

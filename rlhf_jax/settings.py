@@ -33,6 +33,7 @@ class Shape:
     kv_heads: int = option(4, "number of key/value heads; divides heads")
     mlp: int = option(384, "width of the feed-forward layer")
     max_positions: int = option(1024, "longest sequence, in tokens")
+    tied: bool = option(True, "the unembedding is the embedding table; false: a table of its own")
 
 
 @dataclasses.dataclass(frozen=True)

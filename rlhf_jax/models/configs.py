@@ -108,4 +108,5 @@ def shape_config(shape: Shape) -> TransformerConfig:
         head_dim=shape.embed // shape.heads,
         mlp=shape.mlp,
         max_positions=shape.max_positions,
+        tied=shape.tied,
     )

@@ -48,3 +48,18 @@ def make_views(config: Config, devices: Sequence[Any] | None = None) -> Views:
         role: train if shape == shapes["train"] else regroup(train, shape) for role, shape in shapes.items()
     }
     return Views(**views)
+
+
+def placed_shapes(shapes: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs that know where their arrays would lie: what a program is compiled from without them.
+
+    Args:
+      shapes: tree of arrays or ShapeDtypeStructs.   shardings: the same tree of shardings, or one for all.
+    """
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    if isinstance(shardings, jax.sharding.Sharding):
+        return jax.tree.map(lambda leaf: placed(leaf, shardings), shapes)
+    return jax.tree.map(placed, shapes, shardings)

@@ -12,6 +12,7 @@ import optax
 from flax import struct
 
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.placement import placed_shapes
 from rlhf_jax.sharding.rules import replicated
 
 Metrics = dict[str, jax.Array]
@@ -77,6 +78,13 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: An
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(params=shardings, opt_state=opt_state, steps=everywhere, bad_steps=everywhere)
+
+
+def state_shapes(tx: optax.GradientTransformation, params: Any, shardings: TrainState) -> TrainState:
+    """A TrainState of ShapeDtypeStructs with their shardings, for compilation without arrays."""
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    state = TrainState(params=params, opt_state=jax.eval_shape(tx.init, params), steps=count, bad_steps=count)
+    return placed_shapes(state, shardings)
 
 
 def init_state(tx: optax.GradientTransformation, params: Any, shardings: TrainState) -> TrainState:

@@ -17,10 +17,17 @@ from rlhf_jax.rollout.generate import decoder_for, generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
-from rlhf_jax.sharding.placement import Views
+from rlhf_jax.sharding.placement import Views, placed_shapes
 from rlhf_jax.sharding.reshard import make_reshard, moved_bytes
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
-from rlhf_jax.trainers.optimizer import TrainState, init_state, make_optimizer, make_schedule, state_shardings
+from rlhf_jax.trainers.optimizer import (
+    TrainState,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    state_shapes,
+    state_shardings,
+)
 from rlhf_jax.trainers.ppo import Learner, actor_loss, critic_loss, make_experience, minibatch_order, passes
 from rlhf_jax.trainers.roles import shardings_of
 from rlhf_jax.types import Prompts, Rollout
@@ -33,6 +40,7 @@ class Sampler:
     reshard: Callable[[Any], Any]  # training parameters -> generation parameters, layers unstacked
     generate: Callable[[Any, Prompts, jax.Array], Rollout]
     reshard_bytes: int  # received by the busiest device
+    shapes: Any  # generation parameters as ShapeDtypeStructs with their shardings
 
 
 def make_sampler(
@@ -42,11 +50,9 @@ def make_sampler(
     source, target = shardings_of(model, params, views.train), shardings_of(model, params, views.generate)
     scanned = getattr(model, "scan_layers", False)
     generation_model = model.clone(scan_layers=False) if scanned else model
-    if scanned:
-        unstacked = jax.eval_shape(unstack_layers, params)
-        reshard = make_reshard(shardings_of(generation_model, unstacked, views.generate), unstack_layers)
-    else:
-        reshard = make_reshard(target)
+    transform = unstack_layers if scanned else lambda tree: tree
+    shapes = jax.eval_shape(transform, params)
+    places = shardings_of(generation_model, shapes, views.generate)
     sample = functools.partial(
         generate,
         decoder_for(generation_model),
@@ -57,9 +63,10 @@ def make_sampler(
         top_p=settings.top_p,
     )
     return Sampler(
-        reshard=reshard,
+        reshard=make_reshard(places, transform),
         generate=in_view(views.generate, sample, out_shardings=batch_sharding(views.generate)),
         reshard_bytes=moved_bytes(params, source, target),
+        shapes=placed_shapes(shapes, places),
     )
 
 
@@ -108,6 +115,8 @@ class PpoSteps:
         [Learner, jax.Array], Learner
     ]  # (learner, KL a response) -> counter and KL coefficient moved on
     init_learner: Callable[[Any, Any], Learner]  # (actor parameters, critic parameters), placed
+    actor_state: TrainState  # of ShapeDtypeStructs with their shardings, to compile the steps without arrays
+    critic_state: TrainState
 
 
 def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, critic_params: Any) -> PpoSteps:
@@ -175,6 +184,8 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         ),
         advance=advance,
         init_learner=init_learner,
+        actor_state=state_shapes(actor_tx, policy.params, actor_places),
+        critic_state=state_shapes(critic_tx, critic_params, critic_places),
     )
 
 

@@ -112,6 +112,7 @@ def test_refusals_name_the_value(hf, message):
 def test_a_shape_from_the_settings():
     config = shape_config(Shape(vocab_size=300, embed=64, heads=4, kv_heads=2))
     assert (config.vocab_size, config.head_dim, config.kv_heads, config.tied) == (300, 16, 2, True)
+    assert not shape_config(Shape(tied=False)).tied
     for wrong in ({"embed": 63}, {"heads": 0}, {"kv_heads": 3}, {"layers": -1}):
         with pytest.raises(InputError):
             shape_config(dataclasses.replace(Shape(), **wrong))

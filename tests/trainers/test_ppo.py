@@ -191,6 +191,25 @@ def one_iteration(config, devices=None):
     }
 
 
+def test_the_steps_describe_the_arrays_that_they_take():
+    """What is compiled from shapes alone is what runs."""
+    config = configure("placement.train.fsdp=2", "placement.train.tensor=2", "placement.generate.tensor=4")
+    views = make_views(config)
+    (model, params), (critic_model, critic_params) = actor(), critic()
+    policy = make_policy_steps(config, views, model, params, eos_ids=(3,))
+    steps = make_ppo_steps(config, policy, critic_model, critic_params)
+    learner = steps.init_learner(
+        place(model, params, views.train), place(critic_model, critic_params, views.critic)
+    )
+    generation_params = policy.sampler.reshard(learner.actor.params)
+    described = [steps.actor_state, steps.critic_state, policy.sampler.shapes]
+    for shapes, arrays in zip(described, [learner.actor, learner.critic, generation_params], strict=True):
+        assert jax.tree.structure(shapes) == jax.tree.structure(arrays)
+        for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
+            assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+            assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
 @functools.cache
 def on_one_device(*overrides):
     return jax.device_get(one_iteration(configure(*overrides), jax.devices()[:1]))
