@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import math
 import pathlib
 import re
@@ -15,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.families import Family, Weight
-
-logger = logging.getLogger("rlhf_jax")
+from rlhf_jax.models.parameters import flatten, unflatten
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX = "model.safetensors.index.json"
+
+Cut = tuple[slice, ...]  # a slice of each axis, as `jax.sharding.Sharding.devices_indices_map` gives them
 
 
 class Checkpoint:
@@ -81,13 +82,36 @@ class Checkpoint:
             )
         return piece
 
-    def read(self, name: str, weight: Weight, shape: tuple[int, ...]) -> np.ndarray:
-        """One parameter of this shape, in the type of the file."""
+    def read(self, name: str, weight: Weight, shape: tuple[int, ...], cut: Cut) -> np.ndarray:
+        """A cut of one parameter of this shape, in the type of the file; little else is read."""
         piece = self.piece(name, weight, shape)
-        i, n = weight.part
-        size = stored_shape(weight, shape)[-1] // n
-        tensor = piece[..., i * size : (i + 1) * size] if n > 1 else piece[...]
-        return (tensor.T if weight.form == "linear" else tensor).reshape(shape)
+        if weight.form == "table":
+            return piece[cut]
+        i, _ = weight.part
+        if weight.form == "vector":
+            run, shaped, rest = _run(shape, cut, i * math.prod(shape))
+            return piece[run].reshape(shaped)[rest]
+        k = weight.inputs
+        inputs, shaped_in, rest_in = _run(shape[:k], cut[:k])
+        outputs, shaped_out, rest_out = _run(shape[k:], cut[k:], i * math.prod(shape[k:]))
+        tensor = piece[outputs, inputs].T if weight.form == "linear" else piece[inputs, outputs]
+        return tensor.reshape(shaped_in + shaped_out)[rest_in + rest_out]
+
+
+def _run(shape: tuple[int, ...], cut: Cut, offset: int = 0) -> tuple[slice, tuple[int, ...], Cut]:
+    """(run, shape of the run, cut in it): the shortest run of a flattened array that holds a cut of it.
+
+    The first axis of which the cut takes more than one entry bounds the run; later axes are whole in it.
+    """
+    spans = [range(size)[part] for size, part in zip(shape, cut, strict=True)]
+    axis = next((i for i, span in enumerate(spans) if len(span) > 1), len(shape) - 1)
+    start = offset + sum(spans[i].start * math.prod(shape[i + 1 :]) for i in range(axis + 1))
+    shaped = (1,) * axis + (len(spans[axis]), *shape[axis + 1 :])
+    return (
+        slice(start, start + math.prod(shaped)),
+        shaped,
+        (slice(None),) * (axis + 1) + tuple(cut[axis + 1 :]),
+    )
 
 
 def stored_shape(weight: Weight, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,62 +161,74 @@ def places(family: Family, shapes: dict) -> dict[str, Weight]:
     return {path: table[path] for path in flatten(shapes)}
 
 
-def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a nested dict by paths like layers/mlp/up/kernel."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        flat |= flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
-    return flat
-
-
-def unflatten(flat: dict[str, Any]) -> dict:
-    """The inverse of `flatten`."""
-    tree: dict = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split("/")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return tree
-
-
-def read_params(
-    directory: pathlib.Path, family: Family, shapes: dict, fresh_head: Callable[[], dict] | None
-) -> dict:
-    """The tree of parameters of a checkpoint, one leaf after another.
+def read_params(directory: pathlib.Path, family: Family, shapes: dict, shardings: dict) -> dict:
+    """Parameters of a checkpoint, one leaf after another, each straight into its shards.
 
     Args:
-      shapes: tree of jax.ShapeDtypeStruct, layers stacked.
-      fresh_head: gives params["head"], called if the checkpoint lacks it; None refuses such a checkpoint.
+      shapes: tree of jax.ShapeDtypeStruct of the whole model, layers stacked.
+      shardings: tree of Sharding, or of None for the default device, over the parameters that are wanted.
     """
-    weights = places(family, shapes)
+    weights, leaves = places(family, shapes), flatten(shapes)
     params: dict[str, Any] = {}
     with Checkpoint(directory, family) as checkpoint:
-        new, unused = _survey(checkpoint, shapes, head_required=fresh_head is None)
-        fresh = flatten(fresh_head(), "head/") if new and fresh_head else {}
-        for path, leaf in flatten(shapes).items():
-            params[path] = fresh[path] if path in new else _leaf(checkpoint, weights[path], leaf)
-    if new:
-        logger.warning("%s has no %s: fresh seeded weights are used", directory, ", ".join(sorted(new)))
-    if unused:
-        logger.warning("%s: %d tensors are not used, such as %s", directory, len(unused), unused[0])
+        for path, sharding in flatten(shardings).items():
+            read = functools.partial(_read_cut, checkpoint, weights[path], leaves[path])
+            params[path] = _array(leaves[path], sharding, read)
     return unflatten(params)
 
 
-def check_params(directory: pathlib.Path, family: Family, shapes: dict, *, head_required: bool) -> None:
-    """Refuses what `read_params` would, by the files' headers alone."""
-    with Checkpoint(directory, family) as checkpoint:
-        _survey(checkpoint, shapes, head_required=head_required)
+def _read_cut(checkpoint: Checkpoint, weight: Weight, leaf: jax.ShapeDtypeStruct, cut: Cut) -> np.ndarray:
+    """A cut of a parameter, converted tensor by tensor where layers are stacked."""
+    if "{}" not in weight.name:
+        return checkpoint.read(weight.name, weight, leaf.shape, cut).astype(leaf.dtype, copy=False)
+    layers = range(leaf.shape[0])[cut[0]]
+    spans = [range(size)[part] for size, part in zip(leaf.shape[1:], cut[1:], strict=True)]
+    out = np.empty((len(layers), *map(len, spans)), leaf.dtype)
+    for i, layer in enumerate(layers):
+        out[i] = checkpoint.read(weight.name.format(layer), weight, leaf.shape[1:], cut[1:])
+    return out
 
 
-def _survey(checkpoint: Checkpoint, shapes: dict, *, head_required: bool) -> tuple[set[str], list[str]]:
-    """(paths of the head that are not in the checkpoint, names of tensors that are not used).
+def _array(
+    leaf: jax.ShapeDtypeStruct, sharding: Sharding | None, read: Callable[[Cut], np.ndarray]
+) -> jax.Array:
+    """The array, laid out so. Each different shard is read once, and the host holds one at a time."""
+    if sharding is None:
+        return jnp.array(read((slice(None),) * len(leaf.shape)))
+    owners: dict[tuple, list[Any]] = {}
+    for device, cut in sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = tuple(part.indices(size) for part, size in zip(cut or (), leaf.shape, strict=True))
+        owners.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, devices in owners.items():
+        shard = read(tuple(slice(*bound) for bound in bounds))
+        # device_put may share the host's memory; then devices share it, and donation could not reuse it
+        put = [
+            jnp.copy(jax.device_put(shard, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
+            for device in devices
+        ]
+        shards += jax.block_until_ready(put)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
+
+def survey(
+    directory: pathlib.Path, family: Family, shapes: dict, *, head_required: bool
+) -> tuple[frozenset[str], list[str]]:
+    """What a checkpoint holds, by its files' headers alone.
+
+    Args:
+      shapes: tree of jax.ShapeDtypeStruct, layers stacked.
+      head_required: refuses a checkpoint that lacks a tensor of the head.
+    Returns:
+      (paths of the head that are not in the checkpoint, names of tensors that are not used)
     Raises:
       InputError: something else is missing, has another shape, or belongs to another backbone.
     """
+    with Checkpoint(directory, family) as checkpoint:
+        return _survey(checkpoint, shapes, head_required=head_required)
+
+
+def _survey(checkpoint: Checkpoint, shapes: dict, *, head_required: bool) -> tuple[frozenset[str], list[str]]:
     family, new, used = checkpoint.family, set(), set()
     weights = places(family, shapes)
     for path, leaf in flatten(shapes).items():
@@ -213,21 +249,11 @@ def _survey(checkpoint: Checkpoint, shapes: dict, *, head_required: bool) -> tup
         for name in names:
             checkpoint.piece(name, weight, shape)
         used.update(names)
-    return new, _rest(checkpoint, used)
+    return frozenset(new), _rest(checkpoint, used)
 
 
 def _names(weight: Weight, shape: tuple[int, ...]) -> list[str]:
     return [weight.name.format(i) for i in range(shape[0])] if "{}" in weight.name else [weight.name]
-
-
-def _leaf(checkpoint: Checkpoint, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    out, names = np.empty(leaf.shape, leaf.dtype), _names(weight, leaf.shape)
-    if "{}" not in weight.name:
-        out[...] = checkpoint.read(names[0], weight, leaf.shape)
-    else:
-        for i, name in enumerate(names):
-            out[i] = checkpoint.read(name, weight, leaf.shape[1:])
-    return jnp.asarray(out)
 
 
 def _rest(checkpoint: Checkpoint, used: set[str]) -> list[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from rlhf_jax.errors import InputError
-from rlhf_jax.models.checkpoints import check_params, read_params
 from rlhf_jax.models.config_json import config_from_json, family_of
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import DECODER_HEADS
-from rlhf_jax.models.parameters import build_model, fresh_head, shapes
+from rlhf_jax.models.parameters import anywhere, build_model
+from rlhf_jax.models.weights import StoredWeights
 
 # No pickles, no code, no folders of other formats.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
@@ -25,7 +26,7 @@ def load_model(
     dtype: Any = "float32",
     seed: int = 0,
     head_required: bool = False,
-    weights: bool = True,
+    shardings: Callable[[Any], Any] | None = None,
 ):
     """A model and its weights from a Hugging Face directory or hub name.
 
@@ -35,10 +36,19 @@ def load_model(
       dtype: type of the computation, float32 or bfloat16. Parameters are always float32.
       seed: of the fresh head.
       head_required: refuses a checkpoint that lacks the head.
-      weights: False checks the files by their headers and gives shapes in place of arrays.
+      shardings: model -> tree of jax.sharding.Sharding, where each parameter is read to; each device's part
+        alone is read for it. None: all of them whole, on the default device.
     Returns:
       (model, {"params": tree}), layers stacked on a leading axis.
     """
+    model, weights = open_model(name_or_dir, head=head, dtype=dtype, seed=seed, head_required=head_required)
+    return model, {"params": weights.read(shardings(model) if shardings else anywhere(weights.shapes))}
+
+
+def open_model(
+    name_or_dir, *, head: str, dtype: Any, seed: int = 0, head_required: bool = False
+) -> tuple[Any, StoredWeights]:
+    """As `load_model`, but the files are only checked by their headers; the weights are read when needed."""
     if head not in DECODER_HEADS:
         raise InputError(f"head {head!r} is unknown; use one of {', '.join(DECODER_HEADS)}")
     directory = model_directory(name_or_dir)
@@ -49,11 +59,9 @@ def load_model(
         kind = f"an encoder ({family.model_type}), which sees the future"
         raise InputError(f"{name_or_dir} is {kind}: it has no {head!r} head; use a decoder")
     model = build_model(config, head=head, dtype=dtype)
-    if not weights:
-        check_params(directory, family, shapes(model), head_required=head_required)
-        return model, {"params": shapes(model)}
-    fresh = None if head_required else lambda: fresh_head(model, seed)
-    return model, {"params": read_params(directory, family, shapes(model), fresh)}
+    weights = StoredWeights(directory, family, model, seed, head_required)
+    weights.check()
+    return model, weights
 
 
 def model_directory(name_or_dir) -> pathlib.Path:

@@ -9,7 +9,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import meta
+from jax.sharding import Sharding
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.configs import EncoderConfig, TransformerConfig
@@ -34,12 +36,32 @@ def init_model(
 ):
     """(model, variables) with fresh weights: normal with standard deviation 0.02, biases 0, norm scales 1."""
     model = build_model(config, head=head, dtype=dtype)
-    return model, {"params": _fresh(model, jax.random.key(seed))}
+    return model, {"params": fresh_params(model, seed, anywhere(shapes(model)))}
 
 
-def fresh_head(model, seed: int):
-    """The subtree params["head"] of `init_model` with the same seed, without the backbone."""
-    return _fresh_head(model, jax.random.key(seed))
+def fresh_params(model, seed: int, shardings: dict) -> dict:
+    """The weights of `init_model` with this seed, made where they lie: the same numbers on any devices.
+
+    Args:
+      shardings: tree of Sharding, or of None for the default device, over the parameters that are wanted;
+        the others are not made.
+    """
+    words = np.asarray(jax.random.key_data(jax.random.key(seed)))  # host memory goes to any devices
+    return unflatten(_initializer(model, tuple(flatten(shardings).items()))(words))
+
+
+@functools.lru_cache(maxsize=16)
+def _initializer(model, places: tuple[tuple[str, Sharding | None], ...]):
+    def init(words):
+        made = flatten(meta.unbox(_boxed(model, jax.random.wrap_key_data(words))))
+        return {path: made[path] for path, _ in places}
+
+    return jax.jit(init, out_shardings=dict(places))
+
+
+def anywhere(tree: dict) -> dict:
+    """None for each leaf: on the default device."""
+    return jax.tree.map(lambda _: None, tree)
 
 
 def shapes(model) -> dict:
@@ -53,16 +75,6 @@ def logical_axes(model) -> dict:
     is_box = lambda x: isinstance(x, nn.LogicallyPartitioned)  # noqa: E731
     names = lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim  # noqa: E731
     return jax.tree.map(names, boxed, is_leaf=is_box)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fresh(model, key):
-    return meta.unbox(_boxed(model, key))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fresh_head(model, key):
-    return meta.unbox(_boxed(model, key)["head"])
 
 
 def _boxed(model, key):
@@ -84,3 +96,24 @@ def stack_layers(params: Mapping) -> dict:
     )
     rest = {name: value for name, value in params.items() if name not in names}
     return rest | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in names))}
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested dict by paths like layers/mlp/up/kernel."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat |= flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def unflatten(flat: dict[str, Any]) -> dict:
+    """The inverse of `flatten`."""
+    tree: dict = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split("/")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree

@@ -14,6 +14,7 @@ from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog
+from rlhf_jax.models.weights import ArrayWeights
 from rlhf_jax.rollout.reward_model import RewardFunction, Scale
 from rlhf_jax.run_directory import open_run
 from rlhf_jax.settings import Config
@@ -45,9 +46,9 @@ def own_policy_task(
         )
     check_devices(config, jax.device_count())
     views = make_views(config)
-    loaded = LoadedModel(policy[0], _params(policy[1]), Renderer(tokenizer))
+    loaded = _loaded(policy, tokenizer)
     evaluator = make_evaluator(config, loaded, RewardFunction(reward), Scale(), views, gold=None)
-    own_critic = critic[0], _params(critic[1])
+    own_critic = _loaded(critic, tokenizer)
     return make_ppo_task(config, views, loaded, None, evaluator, prompts, held_out, save_policy, own_critic)
 
 
@@ -84,10 +85,11 @@ def train_own_policy(
         return train_ppo(task, directory.path, learner, metrics, CompileClock())
 
 
-def _params(variables: Any) -> Any:
-    """The parameters alone, without their axis names, which are read from the module."""
+def _loaded(own: tuple[nn.Module, Any], tokenizer: Any) -> LoadedModel:
+    """A module with its parameters alone, without their axis names, which are read from the module."""
+    module, variables = own
     if set(variables) != {"params"}:
         raise InputError(
             f"a module with the variables {sorted(variables)} keeps state; only `params` is carried"
         )
-    return meta.unbox(variables["params"])
+    return LoadedModel(module, ArrayWeights(meta.unbox(variables["params"])), Renderer(tokenizer))

@@ -153,7 +153,7 @@ def _sft(job: Job) -> None:
     policy = roles.load_policy(config.policy, job.training_pairs, job.seed)
     train_sft(
         policy.model,
-        roles.place(policy.model, policy.params, job.views.train),
+        policy.place(job.views.train),
         policy.renderer,
         job.training_pairs,
         job.held_out_pairs,
@@ -173,7 +173,7 @@ def _reward(job: Job) -> None:
     backbone = roles.load_backbone(config.reward, policy, job.seed)
     train_reward_model(
         backbone.model,
-        roles.place(backbone.model, backbone.params, job.views.reward),
+        backbone.place(job.views.reward),
         backbone.renderer,
         job.training_pairs,
         job.held_out_pairs,
@@ -227,9 +227,7 @@ def _evaluate(job: Job) -> None:
         ("before", policy),
         ("after", roles.load_language_model(directory, job.config.policy)),
     ):
-        responses[when] = evaluator(
-            roles.place(policy.model, source.params, job.views.train), job.prompts.held_out
-        )
+        responses[when] = evaluator(source.place(job.views.train), job.prompts.held_out)
     result = compare(responses["before"], responses["after"], seed=job.seed)
     numbers = ("validation_accuracy", "validation_pairs", "train_accuracy")
     notes = {} if reward is None else _notes(_reward_directory(job))

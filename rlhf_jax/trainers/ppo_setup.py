@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -34,7 +33,7 @@ def scorer_of(config: Config, reward: LoadedModel | None, policy: LoadedModel, v
         return RewardFunction(config.reward.function or "")
     return RewardModel(
         reward.model,
-        place(reward.model, reward.params, views.reward),
+        reward.place(views.reward),
         reward.renderer,
         view=views.reward,
         max_length=config.reward.max_length,
@@ -47,10 +46,10 @@ def make_evaluator(
     config: Config, policy: LoadedModel, scorer: Scorer, scale: Scale, views: Views, gold: Gold | None
 ) -> Evaluator:
     """Samples and scores responses to held-out prompts; its reference is `policy`."""
-    steps = make_policy_steps(config, views, policy.model, policy.params, policy.renderer.eos_ids)
+    steps = make_policy_steps(config, views, policy.model, policy.shapes, policy.renderer.eos_ids)
     return Evaluator(
         steps=steps,
-        reference_params=place(policy.model, policy.params, views.reference),
+        reference_params=policy.place(views.reference),
         renderer=policy.renderer,
         scorer=scorer,
         scale=scale,
@@ -88,9 +87,9 @@ def make_ppo_task(
     prompts: Sequence[Dialogue],
     held_out: Sequence[Dialogue],
     save_policy: Callable[[Any, int], None],
-    critic: tuple[nn.Module, Any] | None = None,
+    critic: LoadedModel | None = None,
 ) -> tuple[PpoTask, Learner]:
-    """The task, and the learner that it begins with. The critic is (model, params); none: by critic.init."""
+    """The task, and the learner that it begins with. Without a critic of one's own: by critic.init."""
     if config.rollout.top_k > 0 or config.rollout.top_p < 1:
         log.warning(
             "rollout.top_k=%d and rollout.top_p=%g cut the distribution that responses are sampled from, and "
@@ -99,11 +98,9 @@ def make_ppo_task(
             config.rollout.top_k,
             config.rollout.top_p,
         )
-    critic_model, critic_params = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
-    steps = make_ppo_steps(config, evaluator.steps, critic_model, critic_params)
-    learner = steps.init_learner(
-        place(policy.model, policy.params, views.train), place(critic_model, critic_params, views.critic)
-    )
+    critic = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
+    steps = make_ppo_steps(config, evaluator.steps, critic.model, critic.shapes)
+    learner = steps.init_learner(policy.place(views.train), critic.place(views.critic))
     task = PpoTask(
         config=config,
         views=views,
@@ -112,7 +109,7 @@ def make_ppo_task(
         prompts=prompts,
         held_out=held_out,
         save_policy=save_policy,
-        flops=iteration_flops(config, policy.model, critic_model),
+        flops=iteration_flops(config, policy.model, critic.model),
     )
     return task, learner
 

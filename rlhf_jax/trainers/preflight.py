@@ -43,21 +43,21 @@ def check_run(
     _check_earlier_phases(phases, path)
     training = pairs.train if pairs else ()
     if "sft" in phases:
-        policy = roles.load_policy(config.policy, training, config.run.seed, weights=False)
+        policy = roles.load_policy(config.policy, training, config.run.seed)
     else:
-        policy = roles.initial_policy(config, path, training, weights=False)
+        policy = roles.initial_policy(config, path, training)
     if "sft" in phases and pairs is not None:
         what = f"policy.model={config.policy.model}: sft.max_length"
         check_length(policy.model.config, config.sft.max_length, what)
         _check_pairs("sft", config.sft, pairs, policy.renderer, lambda pair: (pair.chosen,))
     if "reward" in phases and pairs is not None:
-        reward = roles.load_backbone(config.reward, policy, config.run.seed, weights=False)
+        reward = roles.load_backbone(config.reward, policy, config.run.seed)
         what = f"reward.model={config.reward.model}: reward.max_length"
         check_length(reward.model.config, config.reward.max_length, what)
         both = lambda pair: (pair.chosen, pair.rejected)  # noqa: E731
         _check_pairs("reward", config.reward, pairs, reward.renderer, both)
     elif prompts is not None:
-        reward = roles.trained_reward_model(config, path, weights=False)
+        reward = roles.trained_reward_model(config, path)
     else:
         return
     if prompts is not None:
@@ -68,8 +68,10 @@ def check_run(
             f"{size} is larger than the {len(prompts.train)} prompts; lower it or give more data"
         )
     if "ppo" in phases or "export" in phases:
-        critic, _ = roles.load_critic(config.critic.init, policy, reward, config.run.seed, weights=False)
-        check_length(critic.config, _rollout_length(config), f"critic.init={config.critic.init}: {ROLLOUT}")
+        critic = roles.load_critic(config.critic.init, policy, reward, config.run.seed)
+        check_length(
+            critic.model.config, _rollout_length(config), f"critic.init={config.critic.init}: {ROLLOUT}"
+        )
 
 
 def _check_earlier_phases(phases: Collection[str], path: epath.Path) -> None:

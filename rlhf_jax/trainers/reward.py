@@ -22,7 +22,7 @@ from rlhf_jax.rollout.reward_model import WIDTH_STEP, RewardModel
 from rlhf_jax.settings import Reward, Run
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import batch_sharding
-from rlhf_jax.trainers.roles import LoadedModel, place
+from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.supervised import SupervisedTask, train_supervised
 from rlhf_jax.trainers.timing import CompileClock
 
@@ -162,11 +162,10 @@ def train_accuracy(
 ) -> float:
     """Accuracy of a trained reward model on its first `count` training pairs."""
     rendered = render_pairs(pairs[:count], reward.renderer, settings.max_length, "training pairs")
-    params = place(reward.model, reward.params, view)
     return pair_accuracy(
         RewardModel(
             reward.model,
-            params,
+            reward.place(view),
             reward.renderer,
             view=view,
             max_length=settings.max_length,

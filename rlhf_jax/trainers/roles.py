@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from etils import epath
-from jax.sharding import Sharding
 
 from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.configs import shape_config
-from rlhf_jax.models.huggingface import eos_token_ids, load_model, load_tokenizer, read_hf_config
-from rlhf_jax.models.parameters import build_model, fresh_head, init_model, logical_axes, shapes
+from rlhf_jax.models.huggingface import eos_token_ids, load_tokenizer, open_model, read_hf_config
+from rlhf_jax.models.parameters import build_model, logical_axes
+from rlhf_jax.models.weights import ArrayWeights, FreshWeights, TrunkWeights, Weights
 from rlhf_jax.settings import Config, Policy, Reward, Shape
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import parameter_shardings, replicated_dimensions
@@ -33,58 +32,57 @@ SFT_POLICY, BEST_REWARD_MODEL, BEST_POLICY = "sft_policy", "best_reward_model", 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model, its parameters (not placed yet) and how it reads and writes text."""
+    """A model, where its parameters come from, and how it reads and writes text."""
 
     model: nn.Module
-    params: Any
+    weights: Weights
     renderer: Renderer
 
+    @property
+    def shapes(self) -> Any:
+        """The parameters as jax.ShapeDtypeStruct leaves."""
+        return self.weights.shapes
 
-def load_policy(
-    policy: Policy, pairs: Sequence[Preference], seed: int, *, weights: bool = True
-) -> LoadedModel:
-    """The policy that a run begins with. For `new`, the tokenizer is trained on the texts of `pairs`.
+    def place(self, view: View) -> Any:
+        """The parameters on the devices of this view: arrays of their own at every call."""
+        return self.weights.read(shardings_of(self.model, self.shapes, view))
 
-    Here and below, `weights=False` checks what is there and gives shapes in place of parameters.
-    """
+
+def load_policy(policy: Policy, pairs: Sequence[Preference], seed: int) -> LoadedModel:
+    """The policy that a run begins with. For `new`, the tokenizer is trained on the texts of `pairs`."""
     if policy.model != NEW:
-        return load_language_model(policy.model, policy, weights=weights)
+        return load_language_model(policy.model, policy)
     tokenizer = train_tokenizer(texts_of(pairs), policy.shape.vocab_size)
     shape = dataclasses.replace(policy.shape, vocab_size=len(tokenizer))
-    model, params = _new_model(shape, "lm", policy.dtype, seed, weights)
-    return LoadedModel(model.clone(remat=policy.remat), params, Renderer(tokenizer))
+    model, weights = _new_model(shape, "lm", policy.dtype, seed)
+    return LoadedModel(model.clone(remat=policy.remat), weights, Renderer(tokenizer))
 
 
-def load_language_model(directory: Any, policy: Policy, *, weights: bool = True) -> LoadedModel:
+def load_language_model(directory: Any, policy: Policy) -> LoadedModel:
     """A language model from a directory or hub name."""
-    model, variables = load_model(directory, head="lm", dtype=policy.dtype, weights=weights)
-    return LoadedModel(model.clone(remat=policy.remat), variables["params"], load_renderer(directory))
+    model, weights = open_model(directory, head="lm", dtype=policy.dtype)
+    return LoadedModel(model.clone(remat=policy.remat), weights, load_renderer(directory))
 
 
-def initial_policy(
-    config: Config, path: epath.Path, pairs: Sequence[Preference], *, weights: bool = True
-) -> LoadedModel:
+def initial_policy(config: Config, path: epath.Path, pairs: Sequence[Preference]) -> LoadedModel:
     """The policy that PPO in the run directory `path` begins with, which is its reference too."""
     directory = path / SFT_POLICY
     if config.sft.epochs == 0:
-        return load_policy(config.policy, pairs, config.run.seed, weights=weights)
+        return load_policy(config.policy, pairs, config.run.seed)
     if not is_complete(directory):
         raise InputError(
             f"sft.epochs={config.sft.epochs} and {directory} does not exist; "
             "run `rlhf-jax sft` first, or set sft.epochs=0"
         )
-    return load_language_model(directory, config.policy, weights=weights)
+    return load_language_model(directory, config.policy)
 
 
-def _new_model(shape: Shape, head: str, dtype: str, seed: int, weights: bool) -> tuple[nn.Module, Any]:
-    if weights:
-        model, variables = init_model(shape_config(shape), head=head, dtype=dtype, seed=seed)
-        return model, variables["params"]
+def _new_model(shape: Shape, head: str, dtype: str, seed: int) -> tuple[nn.Module, Weights]:
     model = build_model(shape_config(shape), head=head, dtype=dtype)
-    return model, shapes(model)
+    return model, FreshWeights(model, seed)
 
 
-def load_backbone(reward: Reward, policy: LoadedModel, seed: int, *, weights: bool = True) -> LoadedModel:
+def load_backbone(reward: Reward, policy: LoadedModel, seed: int) -> LoadedModel:
     """The model that a reward model's training begins with.
 
     `policy` is the policy's trunk with a fresh head (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155,
@@ -92,22 +90,14 @@ def load_backbone(reward: Reward, policy: LoadedModel, seed: int, *, weights: bo
     """
     if reward.model == POLICY:
         model = policy.model.clone(head="score", dtype=jnp.dtype(reward.dtype), remat=False)
-        params = with_fresh_head(model, policy.params, seed + 1) if weights else shapes(model)
-        return LoadedModel(model, params, policy.renderer)
+        weights = TrunkWeights(policy.weights, FreshWeights(model, seed + 1))
+        return LoadedModel(model, weights, policy.renderer)
     if reward.model != NEW:
-        model, variables = load_model(
-            reward.model, head="score", dtype=reward.dtype, seed=seed, weights=weights
-        )
-        return LoadedModel(model, variables["params"], load_renderer(reward.model))
+        model, weights = open_model(reward.model, head="score", dtype=reward.dtype, seed=seed)
+        return LoadedModel(model, weights, load_renderer(reward.model))
     shape = dataclasses.replace(reward.shape, vocab_size=len(policy.renderer.tokenizer))
-    model, params = _new_model(shape, "score", reward.dtype, seed + 1, weights)
-    return LoadedModel(model, params, policy.renderer)
-
-
-def with_fresh_head(model: nn.Module, params: Any, seed: int) -> dict[str, Any]:
-    """Parameters for `model`, whose head is scalar: the trunk of other parameters and a seeded head."""
-    trunk = {name: params[name] for name in shapes(model) if name != "head"}
-    return {**trunk, "head": fresh_head(model, seed)}
+    model, weights = _new_model(shape, "score", reward.dtype, seed + 1)
+    return LoadedModel(model, weights, policy.renderer)
 
 
 def reward_directory(config: Config, path: epath.Path) -> str:
@@ -116,14 +106,14 @@ def reward_directory(config: Config, path: epath.Path) -> str:
     return str(own) if is_complete(own) else config.reward.model
 
 
-def trained_reward_model(config: Config, path: epath.Path, *, weights: bool = True) -> LoadedModel | None:
+def trained_reward_model(config: Config, path: epath.Path) -> LoadedModel | None:
     """The reward model of the run directory `path`; None where a function takes its place."""
     if config.reward.function is not None:
         return None
-    return load_reward_model(reward_directory(config, path), config.reward.dtype, weights=weights)
+    return load_reward_model(reward_directory(config, path), config.reward.dtype)
 
 
-def load_reward_model(directory: str, dtype: str, *, weights: bool = True) -> LoadedModel:
+def load_reward_model(directory: str, dtype: str) -> LoadedModel:
     """A trained reward model.
 
     Raises:
@@ -140,28 +130,27 @@ def load_reward_model(directory: str, dtype: str, *, weights: bool = True) -> Lo
             f"reward.model={directory} is {', '.join(architectures) or 'of no named architecture'}, "
             "which has no trained score head; train one with `rlhf-jax reward` and give its best_reward_model"
         )
-    model, variables = load_model(directory, head="score", dtype=dtype, head_required=True, weights=weights)
-    return LoadedModel(model, variables["params"], load_renderer(directory))
+    model, weights = open_model(directory, head="score", dtype=dtype, head_required=True)
+    return LoadedModel(model, weights, load_renderer(directory))
 
 
-def load_critic(
-    init: str, policy: LoadedModel, reward: LoadedModel | None, seed: int, *, weights: bool = True
-) -> tuple[nn.Module, Any]:
-    """(model, params) of the critic: the policy's trunk and a fresh head, the reward model, or a place."""
+def load_critic(init: str, policy: LoadedModel, reward: LoadedModel | None, seed: int) -> LoadedModel:
+    """The critic: the policy's trunk and a fresh head, the reward model, or a place."""
     if init == POLICY:
-        critic = policy.model.clone(head="value")
-        return critic, with_fresh_head(critic, policy.params, seed) if weights else shapes(critic)
+        model = policy.model.clone(head="value")
+        weights = TrunkWeights(policy.weights, FreshWeights(model, seed))
+        return LoadedModel(model, weights, policy.renderer)
     if init != "reward":
-        model, variables = load_model(
-            init, head="value", dtype=policy.model.dtype, seed=seed, weights=weights
-        )
-        _check_reads_like(policy.renderer, load_renderer(init), f"critic.init={init}")
-        return model.clone(remat=policy.model.remat), variables["params"]
+        model, weights = open_model(init, head="value", dtype=policy.model.dtype, seed=seed)
+        renderer = load_renderer(init)
+        _check_reads_like(policy.renderer, renderer, f"critic.init={init}")
+        return LoadedModel(model.clone(remat=policy.model.remat), weights, renderer)
     if reward is None or reward.renderer.encoder:
         kind = "a function" if reward is None else "an encoder, which sees the future"
         raise InputError(f"critic.init=reward: the reward model is {kind}; use critic.init=policy")
     _check_reads_like(policy.renderer, reward.renderer, "critic.init=reward")
-    return reward.model.clone(head="value", remat=policy.model.remat), reward.params
+    model = reward.model.clone(head="value", remat=policy.model.remat)
+    return LoadedModel(model, reward.weights, reward.renderer)
 
 
 def _check_reads_like(policy: Renderer, other: Renderer, what: str) -> None:
@@ -204,14 +193,8 @@ def shardings_of(model: nn.Module, params: Any, view: View) -> Any:
 
 
 def place(model: nn.Module, params: Any, view: View) -> Any:
-    """A copy of the parameters on the devices: what one role donates is no other role's."""
-    return jax.tree.map(_copy_to, params, shardings_of(model, params, view))
-
-
-def _copy_to(leaf: Any, sharding: Sharding) -> jax.Array:
-    return jnp.copy(
-        jax.device_put(leaf, sharding)
-    )  # device_put alone gives the same buffer where it need not move
+    """A copy of parameters that are in memory, on the devices of this view."""
+    return ArrayWeights(params).read(shardings_of(model, params, view))
 
 
 def is_complete(directory: epath.Path) -> bool:

@@ -6,9 +6,10 @@ import pytest
 
 from rlhf_jax.models import EncoderConfig, init_model, logical_axes, stack_layers, unstack_layers
 from rlhf_jax.models.encoder import Encoder
-from rlhf_jax.models.parameters import fresh_head, shapes
+from rlhf_jax.models.parameters import fresh_params, shapes
 from rlhf_jax.models.transformer import Transformer
-from rlhf_jax.sharding.rules import RULES
+from rlhf_jax.sharding.mesh import training_view
+from rlhf_jax.sharding.rules import RULES, parameter_shardings
 
 from .tiny import GPT2, LLAMA
 
@@ -56,5 +57,17 @@ def test_fresh_weights_come_from_the_seed():
     assert abs(up.std() - 0.02) < 0.003
     assert (up[0] != up[1]).any()  # each layer its own
     assert (np.asarray(params["final_norm"]["scale"]) == 1).all()
-    np.testing.assert_array_equal(fresh_head(model, 1)["kernel"], params["head"]["kernel"])
+    head = fresh_params(model, 1, {"head": {"kernel": None}})
+    jax.tree.map(np.testing.assert_array_equal, head, {"head": params["head"]})
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=["fsdp 8", "tensor 8", "2 x 2 x 2"])
+def test_fresh_weights_are_the_same_on_any_devices(shape):
+    model, variables = init_model(LLAMA, head="lm", seed=3)
+    view = training_view(dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
+    places = parameter_shardings(view, logical_axes(model), shapes(model))
+    found = fresh_params(model, 3, places)
+    jax.tree.map(np.testing.assert_array_equal, found, variables["params"])
+    for leaf, place in zip(jax.tree.leaves(found), jax.tree.leaves(places), strict=True):
+        assert leaf.sharding == place

@@ -13,6 +13,7 @@ from rlhf_jax.losses import kl_estimate
 from rlhf_jax.losses.masked import counts
 from rlhf_jax.models.configs import TransformerConfig
 from rlhf_jax.models.parameters import init_model
+from rlhf_jax.models.weights import FreshWeights
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Ppo
 from rlhf_jax.sharding.placement import make_views
@@ -358,9 +359,11 @@ def test_passes_do_not_recompile():
 
 
 def test_a_fresh_critic_has_the_policys_trunk():
-    model, params = actor()
-    critic_model, critic_params = load_critic("policy", LoadedModel(model, params, None), None, seed=0)
-    assert critic_model.head == "value"
+    model, variables = init_model(SHAPE, head="lm", seed=1)
+    params = variables["params"]
+    critic = load_critic("policy", LoadedModel(model, FreshWeights(model, 1), None), None, seed=0)
+    critic_params = critic.place(make_views(configure(), jax.devices()[:1]).critic)
+    assert critic.model.head == "value"
     np.testing.assert_array_equal(critic_params["embed"]["embedding"], params["embed"]["embedding"])
     assert critic_params["head"]["kernel"].shape == (16, 1)
 

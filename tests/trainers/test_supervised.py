@@ -168,7 +168,7 @@ def test_the_exported_reward_model_scores_as_the_one_in_training(trained):
     reward_view = make_views(config).reward
     scorer = RewardModel(
         loaded.model,
-        roles.place(loaded.model, loaded.params, reward_view),
+        loaded.place(reward_view),
         loaded.renderer,
         view=reward_view,
         max_length=config.reward.max_length,
