@@ -39,6 +39,20 @@ def own_policy_task(
     save_policy: Callable[[Any, int], None] = lambda params, step: None,
 ) -> tuple[PpoTask, Learner]:
     """The task of `train_own_policy` and its first learner, for a loop of one's own over `iterate`."""
+    task, first_learner = _task(config, policy, critic, tokenizer, reward, prompts, held_out, save_policy)
+    return task, first_learner()
+
+
+def _task(
+    config: Config,
+    policy: tuple[nn.Module, Any],
+    critic: tuple[nn.Module, Any],
+    tokenizer: Any,
+    reward: Reward,
+    prompts: Sequence[Dialogue],
+    held_out: Sequence[Dialogue],
+    save_policy: Callable[[Any, int], None],
+) -> tuple[PpoTask, Callable[[], Learner]]:
     check(config)
     if config.eval.every and not held_out:
         raise InputError(
@@ -77,12 +91,12 @@ def train_own_policy(
     Returns:
       The learner at the end; `learner.actor.params` are the policy's parameters.
     """
-    task, learner = own_policy_task(config, policy, critic, tokenizer, reward, prompts, held_out, save_policy)
+    task, first_learner = _task(config, policy, critic, tokenizer, reward, prompts, held_out, save_policy)
     with (
         open_run(config) as directory,
         MetricsLog(directory.path, tensorboard=config.run.tensorboard) as metrics,
     ):
-        return train_ppo(task, directory.path, learner, metrics, CompileClock())
+        return train_ppo(task, directory.path, first_learner, metrics, CompileClock())
 
 
 def _loaded(own: tuple[nn.Module, Any], tokenizer: Any) -> LoadedModel:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -144,17 +144,15 @@ def evaluate(config: Config) -> None:
 def export(config: Config) -> None:
     """Writes the newest PPO checkpoint's actor as best_policy/."""
     with _job(config, "export") as job:
-        task, learner = _ppo_task(job)
-        export_latest(task, job.path, learner)
+        task, _ = _ppo_task(job)
+        export_latest(task, job.path)
 
 
 def _sft(job: Job) -> None:
     config = job.config
     policy = roles.load_policy(config.policy, job.training_pairs, job.seed)
     train_sft(
-        policy.model,
-        policy.place(job.views.train),
-        policy.renderer,
+        policy,
         job.training_pairs,
         job.held_out_pairs,
         settings=config.sft,
@@ -172,9 +170,7 @@ def _reward(job: Job) -> None:
     policy = _initial_policy(job)
     backbone = roles.load_backbone(config.reward, policy, job.seed)
     train_reward_model(
-        backbone.model,
-        backbone.place(job.views.reward),
-        backbone.renderer,
+        backbone,
         job.training_pairs,
         job.held_out_pairs,
         settings=config.reward,
@@ -196,11 +192,11 @@ def _reward(job: Job) -> None:
 
 
 def _ppo(job: Job) -> None:
-    task, learner = _ppo_task(job)
-    train_ppo(task, job.path, learner, job.metrics, job.clock)
+    task, first_learner = _ppo_task(job)
+    train_ppo(task, job.path, first_learner, job.metrics, job.clock)
 
 
-def _ppo_task(job: Job) -> tuple[PpoTask, Learner]:
+def _ppo_task(job: Job) -> tuple[PpoTask, Callable[[], Learner]]:
     policy, reward = _initial_policy(job), _trained_reward_model(job)
     scorer = scorer_of(job.config, reward, policy, job.views)
     scale = Scale() if reward is None else _scale(job, policy, reward)

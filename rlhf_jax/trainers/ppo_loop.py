@@ -44,15 +44,17 @@ class PpoTask:
     )  # of an iteration, from prompt and response lengths
 
 
-def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, clock: CompileClock) -> Learner:
-    """Runs the iterations that are left, from the last checkpoint of the run or from `learner`.
+def train_ppo(
+    task: PpoTask, run_dir: Any, first_learner: Callable[[], Learner], log: MetricsLog, clock: CompileClock
+) -> Learner:
+    """Runs the iterations that are left, from the last checkpoint of the run or from the first learner.
 
     Raises:
       Diverged: run.max_bad_steps updates in a row were not finite. They were skipped, and the state is saved.
     """
     run, ppo, evaluate_every = task.config.run, task.config.ppo, task.config.eval.every
     checkpoints = Checkpoints(run_dir, PHASE, keep=run.keep)
-    learner, best = _resume(checkpoints, learner, log)
+    learner, best = _resume(checkpoints, task.steps.learner_shapes, first_learner, log)
     with Progress(PHASE) as progress, stop_on_signal() as stop:
         pending = _Pending(task, log, progress, clock)
         for iteration in range(int(learner.iteration), ppo.iterations):
@@ -83,7 +85,7 @@ def train_ppo(task: PpoTask, run_dir: Any, learner: Learner, log: MetricsLog, cl
     return learner
 
 
-def export_latest(task: PpoTask, run_dir: Any, learner: Learner) -> None:
+def export_latest(task: PpoTask, run_dir: Any) -> None:
     """Exports the actor of the newest checkpoint.
 
     Raises:
@@ -93,7 +95,7 @@ def export_latest(task: PpoTask, run_dir: Any, learner: Learner) -> None:
     step = checkpoints.latest_step()
     if step is None:
         raise InputError(f"{checkpoints.directory} holds no checkpoint; run `rlhf-jax ppo` first")
-    learner, _ = checkpoints.restore(step, learner)
+    learner, _ = checkpoints.restore(step, task.steps.learner_shapes)
     task.save_policy(learner.actor.params, step)
 
 
@@ -208,13 +210,15 @@ def _due(iteration: int, every: int) -> bool:
     return every > 0 and (iteration + 1) % every == 0
 
 
-def _resume(checkpoints: Checkpoints, learner: Learner, log: MetricsLog) -> tuple[Learner, dict[str, float]]:
+def _resume(
+    checkpoints: Checkpoints, shapes: Learner, first_learner: Callable[[], Learner], log: MetricsLog
+) -> tuple[Learner, dict[str, float]]:
     step = checkpoints.latest_step()
     if step is None:
         log.rewind(PHASE, -1)
         log.rewind("eval", -1)
-        return learner, {}
-    learner, host = checkpoints.restore(step, learner)
+        return first_learner(), {}
+    learner, host = checkpoints.restore(step, shapes)
     log.rewind(PHASE, step)
     log.rewind("eval", step)
     return learner, host

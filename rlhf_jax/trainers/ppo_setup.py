@@ -88,8 +88,8 @@ def make_ppo_task(
     held_out: Sequence[Dialogue],
     save_policy: Callable[[Any, int], None],
     critic: LoadedModel | None = None,
-) -> tuple[PpoTask, Learner]:
-    """The task, and the learner that it begins with. Without a critic of one's own: by critic.init."""
+) -> tuple[PpoTask, Callable[[], Learner]]:
+    """The task, and a function that makes its first learner. No critic: by critic.init."""
     if config.rollout.top_k > 0 or config.rollout.top_p < 1:
         log.warning(
             "rollout.top_k=%d and rollout.top_p=%g cut the distribution that responses are sampled from, and "
@@ -100,7 +100,6 @@ def make_ppo_task(
         )
     critic = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
     steps = make_ppo_steps(config, evaluator.steps, critic.model, critic.shapes)
-    learner = steps.init_learner(policy.place(views.train), critic.place(views.critic))
     task = PpoTask(
         config=config,
         views=views,
@@ -111,7 +110,7 @@ def make_ppo_task(
         save_policy=save_policy,
         flops=iteration_flops(config, policy.model, critic.model),
     )
-    return task, learner
+    return task, lambda: steps.init_learner(policy.place(views.train), critic.place(views.critic))
 
 
 def iteration_flops(

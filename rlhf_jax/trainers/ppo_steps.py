@@ -118,6 +118,17 @@ class PpoSteps:
     actor_state: TrainState  # of ShapeDtypeStructs with their shardings, to compile the steps without arrays
     critic_state: TrainState
 
+    @property
+    def learner_shapes(self) -> Learner:
+        """A Learner of ShapeDtypeStructs with their shardings: what a checkpoint is restored to."""
+        everywhere = self.actor_state.steps.sharding
+        return Learner(
+            actor=self.actor_state,
+            critic=self.critic_state,
+            kl_coef=placed_shapes(jax.ShapeDtypeStruct((), np.float32), everywhere),
+            iteration=placed_shapes(jax.ShapeDtypeStruct((), np.int32), everywhere),
+        )
+
 
 def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, critic_params: Any) -> PpoSteps:
     """Jitted functions for this actor and critic. `critic_params` may be arrays or shapes."""

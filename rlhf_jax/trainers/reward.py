@@ -100,9 +100,7 @@ def pair_accuracy(reward_model: RewardModel, pairs: Sequence[RenderedPair]) -> t
 
 
 def train_reward_model(
-    model: nn.Module,
-    params: Any,
-    renderer: Renderer,
+    start: LoadedModel,
     train: Sequence[Preference],
     held_out: Sequence[Preference],
     *,
@@ -117,11 +115,12 @@ def train_reward_model(
     """Trains on `train` and evaluates on `held_out`.
 
     Args:
-      params: placed on the devices; they are donated to the training.
+      start: the model to begin with; its weights are read where there is no checkpoint to go on from.
       save_best: called with parameters and numbers whenever the held-out accuracy rises.
     Returns:
       the best evaluation: validation_accuracy, validation_margin, validation_pairs, step.
     """
+    model, renderer = start.model, start.renderer
     pairs = render_pairs(train, renderer, settings.max_length, "training pairs")
     held_out_pairs = render_pairs(held_out, renderer, settings.max_length, "held-out pairs")
     scorer = RewardModel(
@@ -154,7 +153,7 @@ def train_reward_model(
         goodness=lambda numbers: numbers["validation_accuracy"],
         save_best=save_best,
     )
-    return train_supervised(task, model, params, view, run_dir, metrics, clock)
+    return train_supervised(task, start, view, run_dir, metrics, clock)
 
 
 def train_accuracy(

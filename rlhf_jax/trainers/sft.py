@@ -24,6 +24,7 @@ from rlhf_jax.rollout.score import CHUNK
 from rlhf_jax.settings import Run, Sft
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import batch_sharding, in_view
+from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.supervised import SupervisedTask, train_supervised
 from rlhf_jax.trainers.timing import CompileClock
 
@@ -89,9 +90,7 @@ def sft_loss(
 
 
 def train_sft(
-    model: nn.Module,
-    params: Any,
-    renderer: Renderer,
+    start: LoadedModel,
     train: Sequence[Preference],
     held_out: Sequence[Preference],
     *,
@@ -106,11 +105,12 @@ def train_sft(
     """Trains on the chosen responses of `train`; the parameters with the lowest held-out loss are kept.
 
     Args:
-      params: placed on the devices; they are donated to the training.
+      start: the model to begin with; its weights are read where there is no checkpoint to go on from.
       save_best: called with parameters and numbers whenever the held-out loss falls.
     Returns:
       the best evaluation: validation_loss in nats a token, step.
     """
+    model, renderer = start.model, start.renderer
     dialogues = render_dialogues(train, renderer, settings.max_length, "training dialogues")
     held_out_dialogues = render_dialogues(held_out, renderer, settings.max_length, "held-out dialogues")
 
@@ -148,4 +148,4 @@ def train_sft(
         goodness=lambda numbers: -numbers["validation_loss"],
         save_best=save_best,
     )
-    return train_supervised(task, model, params, view, run_dir, metrics, clock)
+    return train_supervised(task, start, view, run_dir, metrics, clock)

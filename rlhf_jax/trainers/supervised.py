@@ -24,10 +24,11 @@ from rlhf_jax.trainers.optimizer import (
     init_state,
     make_optimizer,
     make_schedule,
+    state_shapes,
     state_shardings,
     update_step,
 )
-from rlhf_jax.trainers.roles import shardings_of
+from rlhf_jax.trainers.roles import LoadedModel, shardings_of
 from rlhf_jax.trainers.timing import CompileClock
 
 
@@ -50,14 +51,16 @@ class SupervisedTask:
 
 def train_supervised(
     task: SupervisedTask,
-    model: Any,
-    params: Any,
+    start: LoadedModel,
     view: View,
     run_dir: Any,
     log: MetricsLog,
     clock: CompileClock,
 ) -> dict[str, float]:
-    """Runs the steps that are left. Returns the best evaluation's numbers; its parameters are exported."""
+    """Runs the steps that are left, from the last checkpoint or from `start`.
+
+    Returns the best evaluation's numbers; its parameters are exported.
+    """
     settings = task.settings
     per_epoch = steps_per_epoch(task.count, settings.batch_size, what=task.rows)
     total = settings.epochs * per_epoch
@@ -68,7 +71,7 @@ def train_supervised(
         schedule=settings.schedule,
     )
     tx = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
-    places = state_shardings(tx, params, shardings_of(model, params, view), view)
+    places = state_shardings(tx, start.shapes, shardings_of(start.model, start.shapes, view), view)
 
     def step(state: TrainState, batch: Any):
         loss = functools.partial(task.loss, denominator=task.denominator(batch))
@@ -78,14 +81,15 @@ def train_supervised(
 
     step = in_view(view, step, donate_argnums=0, out_shardings=(places, None))
     checkpoints = Checkpoints(run_dir, task.phase, keep=task.run.keep)
-    state, best = init_state(tx, params, places), {}
-    start = checkpoints.latest_step() or 0
-    if start:
-        state, best = checkpoints.restore(start, state)
-    log.rewind(task.phase, start)
+    done = checkpoints.latest_step() or 0
+    if done:
+        state, best = checkpoints.restore(done, state_shapes(tx, start.shapes, places))
+    else:
+        state, best = init_state(tx, start.place(view), places), {}
+    log.rewind(task.phase, done)
 
     with Progress(task.phase) as progress, stop_on_signal() as stop:
-        for number in range(start, total):
+        for number in range(done, total):
             began, compiled = time.perf_counter(), clock.seconds
             index = batch_indices(
                 number, count=task.count, batch_size=settings.batch_size, seed=task.run.seed

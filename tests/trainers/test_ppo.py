@@ -203,8 +203,8 @@ def test_the_steps_describe_the_arrays_that_they_take():
         place(model, params, views.train), place(critic_model, critic_params, views.critic)
     )
     generation_params = policy.sampler.reshard(learner.actor.params)
-    described = [steps.actor_state, steps.critic_state, policy.sampler.shapes]
-    for shapes, arrays in zip(described, [learner.actor, learner.critic, generation_params], strict=True):
+    described = [steps.learner_shapes, policy.sampler.shapes]
+    for shapes, arrays in zip(described, [learner, generation_params], strict=True):
         assert jax.tree.structure(shapes) == jax.tree.structure(arrays)
         for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
             assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
