@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.data.batches import batch_indices, steps_per_epoch
@@ -64,13 +65,7 @@ def train_supervised(
     settings = task.settings
     per_epoch = steps_per_epoch(task.count, settings.batch_size, what=task.rows)
     total = settings.epochs * per_epoch
-    schedule = make_schedule(
-        settings.learning_rate,
-        steps=total,
-        warmup_steps=round(settings.warmup_fraction * total),
-        schedule=settings.schedule,
-    )
-    tx = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+    schedule, tx = _optimizer(settings, total)
     places = state_shardings(tx, start.shapes, shardings_of(start.model, start.shapes, view), view)
 
     def step(state: TrainState, batch: Any):
@@ -122,3 +117,16 @@ def train_supervised(
                 stopped(stop, run_dir)
     checkpoints.close()
     return best
+
+
+def _optimizer(settings: Sft | Reward, total: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """(learning rate by step, optimizer) for this many steps."""
+    schedule = make_schedule(
+        settings.learning_rate,
+        steps=total,
+        warmup_steps=round(settings.warmup_fraction * total),
+        schedule=settings.schedule,
+    )
+    return schedule, make_optimizer(
+        schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
+    )
