@@ -22,6 +22,7 @@ CHOICES = {
     "ppo.aggregation": ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean"),
     "ppo.kl_kind": ("k1", "k2", "k3", "abs"),
     "ppo.kl_placement": ("reward", "loss"),
+    "rollout.dtype": ("float32", "bfloat16"),
     "run.resume": ("auto", "never"),
 }
 
@@ -167,7 +168,7 @@ def _check_values(values: dict[str, Any]) -> None:
             if values[name] is not None and not holds(values[name]):
                 raise InputError(f"{name}={values[name]} must be {words}")
     for name, choices in CHOICES.items():
-        if values[name] not in choices:
+        if values[name] is not None and values[name] not in choices:
             near = nearest(values[name], choices)
             raise InputError(f"{name}={values[name]} must be one of {', '.join(choices)}{near}")
 

@@ -193,6 +193,11 @@ class Rollout:
     )
     top_k: int = option(0, "sample among this many likeliest tokens; 0: all")
     top_p: float = option(1.0, "sample among the likeliest tokens that hold this much probability; 1: all")
+    dtype: str | None = option(
+        None,
+        "type that generation computes in, float32 or bfloat16; weights are cast before they move. PPO's "
+        "log-probabilities are those of the training weights all the same. none: no cast, policy.dtype",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ def generate_text(model: Any, prompt: str, rollout_settings: RolloutSettings, se
       rollout_settings: lengths and sampling; temperature 0 takes the likeliest tokens.
       seed: the same seed gives the same response.
     """
-    module, variables = load_model(model, head="lm")
+    module, variables = load_model(model, head="lm", dtype=rollout_settings.dtype or "float32")
     tokenizer = load_tokenizer(model)
     renderer = Renderer(tokenizer, eos_token_ids(model, tokenizer))
     ids = renderer.prompt(prompt_of_text(prompt), rollout_settings.prompt_length)

@@ -197,7 +197,7 @@ class _Pending:
         if self._task.flops is not None:
             rate = self._task.flops(prompt_lengths, lengths) / step_s
             numbers |= {"perf/tflops": rate / 1e12, "perf/mfu": rate / peak_flops()}
-        numbers["perf/reshard_bytes"] = self._task.steps.policy.sampler.reshard_bytes
+        numbers["perf/reshard_bytes"] = self._task.steps.policy.sampler.reshard.moved_bytes
         if "timing_s/gen" in seconds:
             numbers["perf/gen_tokens_per_s"] = int(lengths.sum()) / max(seconds["timing_s/gen"], 1e-9)
         self._log.write(PHASE, step, numbers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.losses import adaptive_kl_coef
@@ -17,8 +18,8 @@ from rlhf_jax.rollout.generate import decoder_for, generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
-from rlhf_jax.sharding.placement import Views, placed_shapes
-from rlhf_jax.sharding.reshard import make_reshard, moved_bytes
+from rlhf_jax.sharding.placement import Views
+from rlhf_jax.sharding.reshard import Reshard, make_reshard
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import (
     TrainState,
@@ -37,9 +38,8 @@ from rlhf_jax.types import Prompts, Rollout
 class Sampler:
     """Responses from a policy: its parameters moved to the generation layout, then prefill and decode."""
 
-    reshard: Callable[[Any], Any]  # training parameters -> generation parameters, layers unstacked
+    reshard: Reshard  # training parameters -> generation parameters, layers unstacked
     generate: Callable[[Any, Prompts, jax.Array], Rollout]
-    reshard_bytes: int  # received by the busiest device
     shapes: Any  # generation parameters as ShapeDtypeStructs with their shardings
 
 
@@ -47,12 +47,18 @@ def make_sampler(
     model: nn.Module, params: Any, views: Views, settings: RolloutSettings, eos_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of a model whose parameters (arrays or shapes) lie as `views.train` says."""
-    source, target = shardings_of(model, params, views.train), shardings_of(model, params, views.generate)
     scanned = getattr(model, "scan_layers", False)
     generation_model = model.clone(scan_layers=False) if scanned else model
-    transform = unstack_layers if scanned else lambda tree: tree
-    shapes = jax.eval_shape(transform, params)
-    places = shardings_of(generation_model, shapes, views.generate)
+    if settings.dtype is not None and hasattr(model, "dtype"):
+        generation_model = generation_model.clone(dtype=jnp.dtype(settings.dtype))
+    generation_params = jax.eval_shape(unstack_layers, params) if scanned else params
+    reshard = make_reshard(
+        params,
+        shardings_of(model, params, views.train),
+        shardings_of(generation_model, generation_params, views.generate),
+        unstack=scanned,
+        dtype=settings.dtype,
+    )
     sample = functools.partial(
         generate,
         decoder_for(generation_model),
@@ -63,10 +69,9 @@ def make_sampler(
         top_p=settings.top_p,
     )
     return Sampler(
-        reshard=make_reshard(places, transform),
+        reshard=reshard,
         generate=in_view(views.generate, sample, out_shardings=batch_sharding(views.generate)),
-        reshard_bytes=moved_bytes(params, source, target),
-        shapes=placed_shapes(shapes, places),
+        shapes=reshard.shapes,
     )
 
 

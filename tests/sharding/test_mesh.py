@@ -7,18 +7,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from rlhf_jax.sharding.mesh import ROLE_AXES, View, prime_factors, regroup, training_view
-from rlhf_jax.sharding.reshard import moved_elements
 from rlhf_jax.sharding.rules import partition
+from rlhf_jax.sharding.traffic import moved_elements
 
-
-def shapes(count):
-    """Every (data, fsdp, tensor) whose product is `count`."""
-    sizes = itertools.product(range(1, count + 1), repeat=3)
-    return [dict(zip(ROLE_AXES, size, strict=True)) for size in sizes if size[0] * size[1] * size[2] == count]
-
-
-def name(shape):
-    return "x".join(map(str, shape.values()))
+from .layouts import name, shapes
 
 
 @pytest.mark.parametrize("number", [1, 2, 6, 8, 12, 97])

@@ -216,6 +216,16 @@ def on_one_device(*overrides):
     return jax.device_get(one_iteration(configure(*overrides), jax.devices()[:1]))
 
 
+def test_generation_in_bfloat16_changes_what_is_sampled_and_not_what_is_learnt_from_it():
+    """Old log-probabilities of another precision than the new ones would make every ratio differ from 1."""
+    result = jax.device_get(one_iteration(configure("rollout.dtype=bfloat16")))
+    drift, mask = result["metrics"]["rollout/logprob_diff_max"], result["rollout"].mask_BT
+    assert 1e-4 < drift < 0.2  # bfloat16 has 8 bits, log-probabilities here are about -3
+    model, params = actor()
+    again, _ = response_logprobs(model, params, result["rollout"], temperature=0.8)
+    np.testing.assert_allclose(again[mask], result["experience"].old_logprobs_BT[mask], atol=1e-5)
+
+
 def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero():
     """Old and new log-probabilities differed at equal weights."""
     result = on_one_device()
