@@ -8,18 +8,21 @@ answers at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
 import pathlib
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from rlhf_jax.cluster import leave_together, start
 from rlhf_jax.errors import InputError
 from rlhf_jax.settings import Config
 
@@ -46,34 +49,56 @@ Overrides = Annotated[
 ]
 
 
+@app.callback()
+def start_up(
+    context: typer.Context,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS", help="process 0, as the others reach it"
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="how many processes work together")
+    ] = None,
+    process: Annotated[
+        int | None, typer.Option(envvar="JAX_PROCESS_ID", help="which of them this is, from 0")
+    ] = None,
+    pod: Annotated[bool, typer.Option("--pod", help="ask the metadata of a Cloud TPU pod instead")] = False,
+    join_timeout: Annotated[float, typer.Option(help="seconds to wait for all of them")] = 300.0,
+) -> None:
+    """On several hosts, start the same command on each; SLURM and GKE say by themselves who is who."""
+    context.obj = functools.partial(start, coordinator, processes, process, pod=pod, timeout_s=join_timeout)
+
+
 @app.command()
-def run(config: ConfigFile, settings: Overrides = None) -> None:
+def run(context: typer.Context, config: ConfigFile, settings: Overrides = None) -> None:
     """The whole job: SFT where asked for, reward model, PPO, evaluation, report, export."""
-    _pipeline("run", _read(config, settings))
+    _pipeline(context, "run", _read(config, settings))
 
 
 @app.command()
-def sft(config: ConfigFile, settings: Overrides = None) -> None:
+def sft(context: typer.Context, config: ConfigFile, settings: Overrides = None) -> None:
     """Fine-tune the policy on the chosen responses."""
-    _pipeline("sft", _read(config, settings))
+    _pipeline(context, "sft", _read(config, settings))
 
 
 @app.command()
-def reward(config: ConfigFile, settings: Overrides = None) -> None:
+def reward(context: typer.Context, config: ConfigFile, settings: Overrides = None) -> None:
     """Train the reward model on preference pairs and keep the best."""
-    _pipeline("reward", _read(config, settings))
+    _pipeline(context, "reward", _read(config, settings))
 
 
 @app.command()
-def ppo(config: ConfigFile, settings: Overrides = None) -> None:
+def ppo(context: typer.Context, config: ConfigFile, settings: Overrides = None) -> None:
     """Improve the policy against a trained reward model (reward.model is its directory)."""
-    _pipeline("ppo", _read(config, settings))
+    _pipeline(context, "ppo", _read(config, settings))
 
 
 @app.command("eval")
-def evaluate(config: ConfigFile, settings: Overrides = None) -> None:
+def evaluate(context: typer.Context, config: ConfigFile, settings: Overrides = None) -> None:
     """Compare the run's best policy with the one it began from, on held-out prompts."""
-    _pipeline("evaluate", _read(config, settings, training=False))
+    _pipeline(context, "evaluate", _read(config, settings, training=False))
 
 
 @app.command()
@@ -86,9 +111,9 @@ def report(config: ConfigFile, settings: Overrides = None) -> None:
 
 
 @app.command()
-def export(config: ConfigFile, settings: Overrides = None) -> None:
+def export(context: typer.Context, config: ConfigFile, settings: Overrides = None) -> None:
     """Write the newest checkpoint of run.dir as Hugging Face directories."""
-    _pipeline("export", _read(config, settings))
+    _pipeline(context, "export", _read(config, settings))
 
 
 class ConfigCommand(TyperCommand):
@@ -119,6 +144,7 @@ def generate(
     config = load_config(None, settings or [])
     check(config, training=False)
     _with_jax()
+    _check_platforms()
     from rlhf_jax.rollout import generate_text
 
     print(generate_text(model, prompt, config.rollout, config.run.seed))
@@ -155,10 +181,12 @@ def main(arguments: list[str] | None = None) -> None:
         code = app(arguments or ["--help"], prog_name="rlhf-jax", standalone_mode=False)
     except InputError as error:
         code = _complain(str(error))
+        leave_together(code)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:
         if not hasattr(error, "format_message"):
+            leave_together(1, traceback.format_exc())
             raise
         code = _complain(f"{error.format_message().rstrip('.')}; `rlhf-jax --help` shows what there is")  # type: ignore
     sys.exit(code if isinstance(code, int) else 0)
@@ -182,18 +210,28 @@ def _read(path: str, settings: list[str] | None, *, training: bool = True) -> Co
     return config
 
 
-def _pipeline(job: str, config: Config) -> None:
+def _pipeline(context: typer.Context, job: str, config: Config) -> None:
+    """A job on the devices of this process and of those that it is started with."""
     _with_jax()
     import importlib
 
     with _narration():
+        context.obj()
+        _check_platforms()
         getattr(importlib.import_module("rlhf_jax.trainers.pipeline"), job)(config)
 
 
 class _Narrator(logging.Handler):
-    """What the package logs as plain lines: notes on stdout, beside the progress, and warnings on stderr."""
+    """What the package logs as plain lines: notes on stdout, beside the progress, and warnings on stderr.
+
+    Of several processes only the first one speaks.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
+        from rlhf_jax.sharding.processes import is_primary
+
+        if not is_primary():
+            return
         if record.levelno < logging.WARNING:
             print(record.getMessage(), flush=True)
         else:
@@ -218,8 +256,6 @@ def _narration() -> Iterator[None]:
 def _with_jax() -> None:
     """Keep compiled programs between commands, and transformers from asking for PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    if "JAX_PLATFORMS" in os.environ:
-        _check_platforms(os.environ["JAX_PLATFORMS"])
     place = os.environ.get("RLHF_JAX_CACHE", CACHE)
     if place.lower() in ("off", "0", "") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -228,9 +264,12 @@ def _with_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(place).expanduser()))
 
 
-def _check_platforms(asked: str) -> None:
+def _check_platforms() -> None:
     import jax
 
+    asked = os.environ.get("JAX_PLATFORMS")
+    if asked is None:
+        return
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:

@@ -37,9 +37,11 @@ SHOWN = {
 class MetricsLog:
     """metrics.jsonl of a run, and TensorBoard's events where asked for."""
 
-    def __init__(self, run_dir: os.PathLike | str, *, tensorboard: bool = False):
-        self._log = RecordLog(epath.Path(run_dir) / "metrics.jsonl")
-        self._events = TensorBoard(epath.Path(run_dir) / "tensorboard") if tensorboard else None
+    def __init__(self, run_dir: os.PathLike | str, *, tensorboard: bool = False, writes: bool = True):
+        """`writes`: False on all but one of several processes."""
+        self._log = RecordLog(epath.Path(run_dir) / "metrics.jsonl", writes=writes)
+        wanted = tensorboard and writes
+        self._events = TensorBoard(epath.Path(run_dir) / "tensorboard") if wanted else None
 
     def write(self, phase: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Append one step. NaN and infinities become null and are counted in "nonfinite/count"."""
@@ -81,8 +83,8 @@ class MetricsLog:
 class SamplesLog(RecordLog):
     """samples.jsonl of a run: prompts, responses and scores; docs/run-directory.md lists the fields."""
 
-    def __init__(self, run_dir: os.PathLike | str):
-        super().__init__(epath.Path(run_dir) / "samples.jsonl")
+    def __init__(self, run_dir: os.PathLike | str, *, writes: bool = True):
+        super().__init__(epath.Path(run_dir) / "samples.jsonl", writes=writes)
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records in one piece; NaN and infinities become null."""
@@ -123,9 +125,9 @@ class Progress:
         progress.update(step, total, numbers)
     """
 
-    def __init__(self, phase: str, *, every: float = 10.0, file=None):
-        """`every`: at least this many seconds between plain lines."""
-        self._phase, self._every = phase, every
+    def __init__(self, phase: str, *, every: float = 10.0, file=None, shown: bool = True):
+        """`every`: at least this many seconds between plain lines.   `shown`: False shows nothing."""
+        self._phase, self._every, self._shown = phase, every, shown
         self._file = sys.stdout if file is None else file
         self._bar: Any = None
         self._task: Any = None
@@ -135,6 +137,8 @@ class Progress:
 
     def update(self, step: int, total: int, numbers: Mapping[str, Any]) -> None:
         """Show step `step` of `total` and the numbers that matter for the phase."""
+        if not self._shown:
+            return
         self._first_step = step if self._first_step is None else self._first_step
         shown = "  ".join(f"{name} {_short(value)}" for name, value in self._chosen(numbers).items())
         if self._bar is not None:
@@ -149,13 +153,15 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line that stays, such as what was dropped or saved."""
+        if not self._shown:
+            return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=self._file, flush=True)
 
     def __enter__(self):
-        if self._file.isatty():
+        if self._shown and self._file.isatty():
             from rich import progress
             from rich.console import Console
 

@@ -22,8 +22,10 @@ class RecordLog:
     few seconds, and by `flush`, which belongs before every checkpoint.
     """
 
-    def __init__(self, path: os.PathLike | str):
+    def __init__(self, path: os.PathLike | str, *, writes: bool = True):
+        """Of several processes one writes; the others' logs count steps and leave the file alone."""
         self.path = epath.Path(path)
+        self._writes = writes
         self._remote = "://" in str(path)
         self._file = None
         self._written_at = 0.0
@@ -34,7 +36,7 @@ class RecordLog:
             self._note(record)
         if self._remote:
             self._lines = [json.dumps(record) for record in records]
-        elif self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+        elif writes and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self._replace(records)  # without the line that a killed process left unfinished
 
     def last(self, phase: str) -> int | None:
@@ -46,6 +48,8 @@ class RecordLog:
         lines = [json.dumps(record, allow_nan=False) for record in records]
         for line in lines:
             self._note(json.loads(line))
+        if not self._writes:
+            return
         if self._remote:
             self._lines += lines
             if time.monotonic() - self._written_at > REMOTE_WRITE_SECONDS:
@@ -58,6 +62,9 @@ class RecordLog:
 
     def rewind(self, phase: str, step: int) -> None:
         """Drop the phase's records of later steps."""
+        if not self._writes:
+            self._last[phase] = min(step, self._last.get(phase, step))
+            return
         self.flush()
         records = read_records(self.path)
         kept = [record for record in records if record["phase"] != phase or record["step"] <= step]
@@ -66,7 +73,7 @@ class RecordLog:
 
     def flush(self) -> None:
         """Everything appended so far is in the file when this returns."""
-        if self._remote:
+        if self._remote and self._writes:
             self.path.write_text("".join(line + "\n" for line in self._lines))
             self._written_at = time.monotonic()
 

@@ -51,9 +51,25 @@ def open_run(config: Config) -> Iterator[RunDirectory]:
     """Create or reopen `run.dir`, hold its lock, and write config.yaml.
 
     Read the data and check everything else first: nothing is created where this directory is refused, and a
-    directory once made says that a run began.
+    directory once made says that a run began. Of several processes, the first one makes and locks it.
     """
+    from rlhf_jax.sharding.processes import barrier, on_primary  # reading a directory needs no jax
+
     path = check_directory(config)
+    run = RunDirectory(path, (path / "config.yaml").exists())
+    barrier("the run directory is looked at")
+    with contextlib.ExitStack() as stack:
+
+        def enter() -> None:
+            nonlocal run
+            run = stack.enter_context(_opened(path, config))
+
+        on_primary(enter)
+        yield run
+
+
+@contextlib.contextmanager
+def _opened(path: epath.Path, config: Config) -> Iterator[RunDirectory]:
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

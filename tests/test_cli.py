@@ -152,7 +152,7 @@ def test_ctrl_c_is_130_and_an_exit_code_passes_through(called, config_file, monk
 def test_sigterm_is_143():
     code = (
         "import sys, types, time; from rlhf_jax import cli\n"
-        "cli._pipeline = lambda job, config: (print('started', flush=True), time.sleep(60))\n"
+        "cli._pipeline = lambda context, job, config: (print('started', flush=True), time.sleep(60))\n"
         "cli._read = lambda *a, **k: None\n"
         "cli.main(['run', 'x.yaml'])"
     )

@@ -24,6 +24,7 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.rollout.score import with_final_eos
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.processes import fetch, put, share_rows
 from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.types import Rollout
 
@@ -88,9 +89,16 @@ class RewardModel:
         A response that alone is longer than max_length is cut short: another tokenizer may need many tokens
         for what is few tokens to the policy, and a run must not end over it.
         """
-        render = self.renderer.clipped_dialogue
-        pairs = zip(prompts, responses, strict=True)
-        return self.score_tokens([render(*pair, self.max_length) for pair in pairs])
+
+        def render(rows: np.ndarray) -> np.ndarray:
+            """Lengths and token ids [rows, 1 + max_length]: ragged rows do not travel between processes."""
+            clip, mine = self.renderer.clipped_dialogue, _numbers(rows)
+            rendered = [clip(prompts[i], responses[i], self.max_length) for i in mine]
+            tokens, mask = pad_rows(rendered, self.max_length, "right", 0)
+            return np.concatenate([mask.sum(1, keepdims=True, dtype=np.int32), tokens], axis=1)
+
+        padded = share_rows(render, len(responses))
+        return self.score_tokens([row[1 : 1 + row[0]].tolist() for row in padded])
 
     def score_tokens(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Raw scores of rendered dialogues, of any number and lengths."""
@@ -100,15 +108,16 @@ class RewardModel:
             index = by_length[start : start + self.batch_size]
             batch = [rows[i] for i in index] + [rows[index[0]]] * (self.batch_size - len(index))
             width = width_for(max(map(len, batch)), WIDTH_STEP, self.max_length)
-            arrays = jax.device_put(pad_rows(batch, width, "right", 0), batch_sharding(self.view))
-            scores[index] = np.asarray(self._score(self.params, *arrays))[: len(index)]
+            arrays = put(pad_rows(batch, width, "right", 0), batch_sharding(self.view))
+            scores[index] = fetch(self._score(self.params, *arrays))[: len(index)]
         return scores
 
 
 class RewardFunction:
     """A Python function of (prompts, responses) -> scores, or its name `module:function`, which is imported.
 
-    It gets the prompts as lists of {"role", "content"} and the responses as strings.
+    It gets the prompts as lists of {"role", "content"} and the responses as strings. Of several processes
+    each calls it with its share of the rows.
     """
 
     def __init__(self, function: str | Callable[..., Any]):
@@ -118,6 +127,13 @@ class RewardFunction:
     def __call__(
         self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
     ) -> np.ndarray:
+        def share(rows: np.ndarray) -> np.ndarray:
+            mine = _numbers(rows)
+            return self._scores([prompts[i] for i in mine], [responses[i] for i in mine])
+
+        return share_rows(share, len(responses))
+
+    def _scores(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
         messages = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts]
         try:
             given = self._function(messages, list(responses))
@@ -140,6 +156,10 @@ class RewardFunction:
             row = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise InputError(f"{self.name} gave {scores[row]} for response {row}; return finite numbers")
         return scores
+
+
+def _numbers(rows: np.ndarray) -> list[int]:
+    return rows.tolist()
 
 
 def _import_function(name: str) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.rollout.reward_model import Scale, Scorer
 from rlhf_jax.settings import Eval
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.processes import fetch, held_rows, put
 from rlhf_jax.sharding.rules import batch_sharding
 from rlhf_jax.trainers.inputs import Gold
 from rlhf_jax.trainers.ppo_steps import PolicySteps
@@ -47,10 +48,20 @@ class Response:
         return {"step": step, "phase": "eval", "when": when, **fields, "response": text}
 
 
-def prompt_batch(rows: Sequence[list[int]], row_ids: np.ndarray, *, width: int, view: View) -> Prompts:
-    """Rendered prompts on the devices that generate. `row_ids` name each row's sampling stream."""
-    tokens_BP, mask_BP = pad_rows(rows, width, "left", 0)
-    return Prompts(*jax.device_put((tokens_BP, mask_BP, row_ids.astype(np.int32)), batch_sharding(view)))
+def prompt_batch(
+    render: Callable[[int], list[int]], row_ids: np.ndarray, *, width: int, view: View
+) -> Prompts:
+    """Prompts on the devices that generate; a process renders those that its own devices hold.
+
+    Args:
+      render: row of the batch -> token ids.   row_ids: name each row's sampling stream.
+    """
+    rows = batch_sharding(view)
+    held = set(held_rows(rows, len(row_ids)).tolist())
+    tokens_BP, mask_BP = pad_rows(
+        [render(b) if b in held else [] for b in range(len(row_ids))], width, "left", 0
+    )
+    return Prompts(*put((tokens_BP, mask_BP, row_ids.astype(np.int32)), rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Evaluator:
         responses = []
         for index, valid in sequential_batches(len(tasks), size):
             ids = [tasks[i][0] for i in index]
-            batch = prompt_batch([rows[i] for i in ids], index, width=self.prompt_length, view=view)
+            batch = prompt_batch(lambda b, ids=ids: rows[ids[b]], index, width=self.prompt_length, view=view)
             rollout = self.steps.to_train(self.steps.sampler.generate(generation_params, batch, self.key))
             scored = self._score(rollout, [prompts[i] for i in ids])
             responses += [
@@ -90,8 +101,8 @@ class Evaluator:
         ref_logprobs_BT = self.steps.reference_logprobs(self.reference_params, rollout)
         kl_B = jnp.where(rollout.mask_BT, rollout.logprobs_BT - ref_logprobs_BT, 0.0).sum(-1)
         texts = response_texts(self.renderer, rollout)
-        scores_B = self.scale(np.asarray(self.scorer(rollout, prompts, texts)))
-        return texts, scores_B, *jax.device_get((kl_B, rollout.length_B, rollout.truncated_B))
+        scores_B = self.scale(fetch(self.scorer(rollout, prompts, texts)))
+        return texts, scores_B, *fetch((kl_B, rollout.length_B, rollout.truncated_B))
 
     def _response(
         self, task: tuple[int, int], prompts: Sequence[Dialogue], scored: tuple[Any, ...], b: int
@@ -112,8 +123,8 @@ class Evaluator:
 
 
 def response_texts(renderer: Renderer, rollout: Rollout) -> list[str]:
-    """The responses of a rollout as text. Copies the tokens to the host."""
-    tokens_BT, length_B = jax.device_get((rollout.response_BT, rollout.length_B))
+    """The responses of a rollout as text, all of them on every process. Copies the tokens to the host."""
+    tokens_BT, length_B = fetch((rollout.response_BT, rollout.length_B))
     return [renderer.text(tokens_T[:length]) for tokens_T, length in zip(tokens_BT, length_B, strict=True)]
 
 

@@ -1,4 +1,7 @@
-"""SIGTERM asks a run to stop after the step that it is in, with its state saved."""
+"""SIGTERM asks a run to stop after the step that it is in, with its state saved.
+
+With several processes a signal to one stops all, after the same step.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,25 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import jax
+
+from rlhf_jax.sharding.processes import any_process, is_primary
+
 
 class StopRequest:
-    """True once the process was asked to stop."""
+    """Whether to stop: asked once a step, with the same answer on every process."""
 
     def __init__(self):
         self.signal: int | None = None
+        self._vote: Any = None
 
-    def __bool__(self) -> bool:
-        return self.signal is not None
+    def __call__(self) -> bool:
+        """One process answers at once. Several answer what was known a step ago: votes travel with the step,
+        so that none has to wait for them."""
+        if jax.process_count() == 1:
+            return self.signal is not None
+        before, self._vote = self._vote, any_process(self.signal is not None)
+        return before is not None and bool(before)
 
 
 @contextlib.contextmanager
@@ -42,5 +55,6 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 def stopped(request: StopRequest, run_dir: Any) -> NoReturn:
     """Says how to go on and leaves with 128 + the signal's number: 143 after SIGTERM, 130 after SIGINT."""
-    print(f"stopped; the state is saved in {run_dir}: the same command goes on from there", flush=True)
-    raise SystemExit(128 + (request.signal or 0))
+    if is_primary():
+        print(f"stopped; the state is saved in {run_dir}: the same command goes on from there", flush=True)
+    raise SystemExit(128 + (request.signal or signal.SIGTERM))

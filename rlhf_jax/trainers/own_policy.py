@@ -19,6 +19,7 @@ from rlhf_jax.rollout.reward_model import RewardFunction, Scale
 from rlhf_jax.run_directory import open_run
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import make_views
+from rlhf_jax.sharding.processes import is_primary
 from rlhf_jax.trainers.ppo import Learner
 from rlhf_jax.trainers.ppo_loop import PpoTask, train_ppo
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task
@@ -94,7 +95,7 @@ def train_own_policy(
     task, first_learner = _task(config, policy, critic, tokenizer, reward, prompts, held_out, save_policy)
     with (
         open_run(config) as directory,
-        MetricsLog(directory.path, tensorboard=config.run.tensorboard) as metrics,
+        MetricsLog(directory.path, tensorboard=config.run.tensorboard, writes=is_primary()) as metrics,
     ):
         return train_ppo(task, directory.path, first_learner, metrics, CompileClock())
 

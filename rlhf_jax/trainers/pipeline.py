@@ -29,6 +29,7 @@ from rlhf_jax.rollout.reward_model import Scale
 from rlhf_jax.run_directory import check_directory, open_run
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views, make_views
+from rlhf_jax.sharding.processes import agreed, is_primary, on_primary
 from rlhf_jax.trainers import inputs, roles
 from rlhf_jax.trainers.evaluate import compare
 from rlhf_jax.trainers.ppo import Learner
@@ -95,7 +96,7 @@ def _job(config: Config, *phases: str) -> Iterator[Job]:
     views = make_views(config)
     with (
         open_run(config) as directory,
-        MetricsLog(directory.path, tensorboard=config.run.tensorboard) as metrics,
+        MetricsLog(directory.path, tensorboard=config.run.tensorboard, writes=is_primary()) as metrics,
     ):
         yield Job(config, read, split, views, directory.path, metrics, CompileClock())
 
@@ -110,7 +111,7 @@ def run(config: Config) -> None:
             _reward(job)
         _ppo(job)
         _evaluate(job)
-        write_report(job.path)
+        on_primary(lambda: write_report(job.path))
 
 
 def sft(config: Config) -> None:
@@ -181,7 +182,7 @@ def _reward(job: Job) -> None:
         clock=job.clock,
         save_best=functools.partial(_export, directory, backbone),
     )
-    if "gain" in _notes(directory):
+    if agreed("gain" in _notes(directory)):
         return
     best = roles.load_reward_model(str(directory), config.reward.dtype)
     accuracy = train_accuracy(
@@ -228,12 +229,13 @@ def _evaluate(job: Job) -> None:
     numbers = ("validation_accuracy", "validation_pairs", "train_accuracy")
     notes = {} if reward is None else _notes(_reward_directory(job))
     result["reward_model"] = {name: notes.get(name) for name in numbers}
-    with SamplesLog(job.path) as samples:
+    with SamplesLog(job.path, writes=is_primary()) as samples:
         samples.rewind("eval", -1)
         for when, sampled in responses.items():
             samples.write([response.record(step if when == "after" else 0, when) for response in sampled])
-    write_atomically(job.path / "eval.json", json.dumps(result, indent=2) + "\n")
-    _say(result)
+    if is_primary():
+        write_atomically(job.path / "eval.json", json.dumps(result, indent=2) + "\n")
+        _say(result)
 
 
 def _say(result: dict[str, Any]) -> None:
@@ -265,9 +267,11 @@ def _scale(job: Job, policy: LoadedModel, reward: LoadedModel) -> Scale:
     notes, own = _notes(_reward_directory(job)), job.path / REWARD_SCALE
     if "gain" in notes:
         return Scale(notes["gain"], notes["bias"])
-    if not own.exists():
-        write_atomically(own, json.dumps(dataclasses.asdict(_measure_scale(job, policy, reward))) + "\n")
-    return Scale(**json.loads(own.read_text()))
+    if agreed(own.exists()):
+        return Scale(**json.loads(own.read_text()))
+    scale = _measure_scale(job, policy, reward)
+    on_primary(lambda: write_atomically(own, json.dumps(dataclasses.asdict(scale)) + "\n"))
+    return scale
 
 
 def _measure_scale(job: Job, policy: LoadedModel, reward: LoadedModel) -> Scale:
@@ -284,7 +288,7 @@ def _notes(directory: epath.Path | str) -> dict[str, Any]:
 def _write_notes(directory: epath.Path, notes: dict[str, Any]) -> None:
     config = read_hf_config(directory)
     config["rlhf_jax"] = {**config.get("rlhf_jax", {}), **notes}
-    write_atomically(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    on_primary(lambda: write_atomically(directory / "config.json", json.dumps(config, indent=2) + "\n"))
 
 
 def _export(directory: epath.Path, source: LoadedModel, params: Any, notes: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog, Progress
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views
+from rlhf_jax.sharding.processes import fetch, is_primary, put, put_key
 from rlhf_jax.sharding.rules import replicated
 from rlhf_jax.trainers.evaluate import Evaluator, prompt_batch, response_texts
 from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
@@ -55,21 +56,21 @@ def train_ppo(
     run, ppo, evaluate_every = task.config.run, task.config.ppo, task.config.eval.every
     checkpoints = Checkpoints(run_dir, PHASE, keep=run.keep)
     learner, best = _resume(checkpoints, task.steps.learner_shapes, first_learner, log)
-    with Progress(PHASE) as progress, stop_on_signal() as stop:
+    with Progress(PHASE, shown=is_primary()) as progress, stop_on_signal() as stop:
         pending = _Pending(task, log, progress, clock)
         for iteration in range(int(learner.iteration), ppo.iterations):
             timed = PhaseTimer(clock, enabled=_due(iteration, run.profile_every))
             if timed.enabled:
                 pending.flush()
             learner, metrics = iterate(task, learner, iteration, timed)
-            diverged = pending.flush() >= run.max_bad_steps
+            diverged, stopping = pending.flush() >= run.max_bad_steps, stop()
             pending.put(iteration + 1, metrics, timed.seconds)
             last = iteration + 1 == ppo.iterations
             if _due(iteration, evaluate_every) or (last and evaluate_every):
                 pending.flush()
                 best = _evaluate(task, learner, iteration + 1, log, best)
                 pending.restart_clock()
-            if last or stop or diverged or _due(iteration, run.save_every):
+            if last or stopping or diverged or _due(iteration, run.save_every):
                 pending.flush()
                 _save(checkpoints, learner, best, log)
                 pending.restart_clock()
@@ -77,7 +78,7 @@ def train_ppo(
                 raise Diverged(
                     f"{run.max_bad_steps} updates in a row were not finite; lower the learning rates"
                 )
-            if stop:
+            if stopping:
                 stopped(stop, run_dir)
     if not evaluate_every:
         task.save_policy(learner.actor.params, ppo.iterations)
@@ -116,9 +117,11 @@ def iterate(
         what="prompts",
     )
     messages = [task.prompts[i] for i in batch]
-    rows = [judge.renderer.prompt(prompt, config.rollout.prompt_length) for prompt in messages]
     prompts = prompt_batch(
-        rows, np.arange(len(rows)), width=config.rollout.prompt_length, view=task.views.generate
+        lambda b: judge.renderer.prompt(messages[b], config.rollout.prompt_length),
+        np.arange(len(messages)),
+        width=config.rollout.prompt_length,
+        view=task.views.generate,
     )
 
     generation_params = timed("reshard", policy.sampler.reshard, learner.actor.params)
@@ -129,8 +132,8 @@ def iterate(
     values_BT, final_values_B = timed("values", steps.values, learner.critic.params, rollout)
     texts = response_texts(judge.renderer, rollout)
     scores_B = judge.scale(timed("reward", judge.scorer, rollout, messages, texts))
-    scores_B = jax.device_put(scores_B, rollout.truncated_B.sharding)
-    shuffle_key = jax.device_put(shuffle_key, replicated(task.views.train))
+    scores_B = put(scores_B, rollout.truncated_B.sharding)
+    shuffle_key = put_key(shuffle_key, replicated(task.views.train))
 
     statistics = Statistics(scores_B, old_logprobs_BT, ref_logprobs_BT, values_BT, final_values_B)
     with jax.transfer_guard("disallow"):
@@ -186,7 +189,7 @@ class _Pending:
             return 0
         step, metrics, seconds = self._waiting
         self._waiting = None
-        numbers = jax.device_get(metrics)
+        numbers = fetch(metrics)
         compile_s = self._clock.seconds - self._compiled
         step_s = max(time.perf_counter() - self._since - compile_s, 1e-9)
         self.restart_clock()

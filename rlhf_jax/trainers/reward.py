@@ -21,6 +21,7 @@ from rlhf_jax.metrics import MetricsLog
 from rlhf_jax.rollout.reward_model import WIDTH_STEP, RewardModel
 from rlhf_jax.settings import Reward, Run
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.processes import put
 from rlhf_jax.sharding.rules import batch_sharding
 from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.supervised import SupervisedTask, train_supervised
@@ -89,7 +90,7 @@ def pair_batch(pairs: Sequence[RenderedPair], max_length: int, view: View) -> Pa
     width = width_for(max(map(len, rows)), WIDTH_STEP, max_length)
     tokens, mask = pad_rows(rows, width, "right", 0)
     shape = (len(pairs), 2, width)
-    return PairBatch(*jax.device_put((tokens.reshape(shape), mask.reshape(shape)), batch_sharding(view)))
+    return PairBatch(*put((tokens.reshape(shape), mask.reshape(shape)), batch_sharding(view)))
 
 
 def pair_accuracy(reward_model: RewardModel, pairs: Sequence[RenderedPair]) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from rlhf_jax.rollout.reward_model import WIDTH_STEP
 from rlhf_jax.rollout.score import CHUNK
 from rlhf_jax.settings import Run, Sft
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.processes import put
 from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.supervised import SupervisedTask, train_supervised
@@ -68,7 +69,7 @@ def dialogue_batch(dialogues: Sequence[RenderedDialogue], max_length: int, view:
     tokens_BT, mask_BT = pad_rows(rows, width_for(max(map(len, rows)), WIDTH_STEP, max_length), "right", 0)
     start_B1 = np.array([[len(d.tokens) - d.response_length] for d in dialogues])
     target_BT = mask_BT & (np.arange(tokens_BT.shape[1]) >= start_B1)
-    return Dialogues(*jax.device_put((tokens_BT, mask_BT, target_BT), batch_sharding(view)))
+    return Dialogues(*put((tokens_BT, mask_BT, target_BT), batch_sharding(view)))
 
 
 def sft_loss(

@@ -17,6 +17,7 @@ from rlhf_jax.data.batches import batch_indices, steps_per_epoch
 from rlhf_jax.metrics import MetricsLog, Progress
 from rlhf_jax.settings import Reward, Run, Sft
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.processes import is_primary
 from rlhf_jax.sharding.rules import in_view
 from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import (
@@ -83,7 +84,7 @@ def train_supervised(
         state, best = init_state(tx, start.place(view), places), {}
     log.rewind(task.phase, done)
 
-    with Progress(task.phase) as progress, stop_on_signal() as stop:
+    with Progress(task.phase, shown=is_primary()) as progress, stop_on_signal() as stop:
         for number in range(done, total):
             began, compiled = time.perf_counter(), clock.seconds
             index = batch_indices(
@@ -105,15 +106,15 @@ def train_supervised(
                     task.save_best(state.params, best)
             log.write(task.phase, number + 1, numbers)
             progress.update(number + 1, total, numbers)
-            bad = int(state.bad_steps)
-            if due or last or stop or bad >= task.run.max_bad_steps:
+            bad, stopping = int(state.bad_steps), stop()
+            if due or last or stopping or bad >= task.run.max_bad_steps:
                 log.flush()
                 checkpoints.save(number + 1, state, best)
             if bad >= task.run.max_bad_steps:
                 raise Diverged(
                     f"{task.phase}: {bad} updates in a row were not finite; lower {task.phase}.learning_rate"
                 )
-            if stop:
+            if stopping:
                 stopped(stop, run_dir)
     checkpoints.close()
     return best

@@ -40,8 +40,8 @@ class CompileClock:
 def peak_flops() -> float:
     """FLOP/s that all devices together can do: from the data sheet, or measured where it is not listed.
 
-    Measured is the rate of a float32 product of 2,048 x 2,048 matrices, once in a process, for virtual
-    devices of one host together.
+    Measured is the rate of a float32 product of 2,048 x 2,048 matrices, once in a process, for the virtual
+    devices of each process together.
     """
     kind = jax.devices()[0].device_kind
     for name in sorted(PEAK_FLOPS, key=len, reverse=True):
@@ -56,7 +56,7 @@ def peak_flops() -> float:
         start = time.perf_counter()
         product(x, x).block_until_ready()
         seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+    return 2 * n**3 / min(seconds) * jax.process_count()
 
 
 class PhaseTimer:
