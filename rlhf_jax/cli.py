@@ -184,6 +184,11 @@ def main(arguments: list[str] | None = None) -> None:
         leave_together(code)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+        leave_together(code)
+    except SystemExit as leaving:
+        if type(leaving) is SystemExit and isinstance(leaving.code, int):  # not a run's own, agreed end
+            leave_together(leaving.code)
+        raise
     except Exception as error:
         if not hasattr(error, "format_message"):
             leave_together(1, traceback.format_exc())

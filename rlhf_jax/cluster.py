@@ -145,6 +145,7 @@ def join(cluster: Cluster, timeout_s: float = TIMEOUT_S) -> None:
     meet(cluster, timeout_s)
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # would take SIGTERM from the command
     jax.distributed.initialize(
         cluster.coordinator,
         cluster.processes,

@@ -53,8 +53,12 @@ def stop_on_signal() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+class Stopped(SystemExit):
+    """The end of a run whose processes have all saved and leave at the same step."""
+
+
 def stopped(request: StopRequest, run_dir: Any) -> NoReturn:
     """Says how to go on and leaves with 128 + the signal's number: 143 after SIGTERM, 130 after SIGINT."""
     if is_primary():
         print(f"stopped; the state is saved in {run_dir}: the same command goes on from there", flush=True)
-    raise SystemExit(128 + (request.signal or signal.SIGTERM))
+    raise Stopped(128 + (request.signal or signal.SIGTERM))
