@@ -167,7 +167,7 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 
 def _gather(cluster: Cluster, port: int, deadline: float, timeout_s: float) -> None:
     """Process 0: waits for a line with its number from each of the others, then answers all."""
-    expected, came = set(range(1, cluster.processes)), dict[int, socket.socket]()
+    expected, came, guests = set(range(1, cluster.processes)), set[int](), list[socket.socket]()
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(socket.create_server(("", port), backlog=cluster.processes))
@@ -176,23 +176,24 @@ def _gather(cluster: Cluster, port: int, deadline: float, timeout_s: float) -> N
                 f"process 0 cannot listen on port {port} ({error.strerror}); give another --coordinator"
             ) from error
         fault = ""
-        while expected - set(came) and not fault:
+        while expected - came and not fault:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 guest = stack.enter_context(server.accept()[0])
             except TimeoutError:
-                missing = sorted(expected - set(came))
+                missing = sorted(expected - came)
                 fault = f"{_named(missing)} of {cluster.processes} did not join within {timeout_s:.0f} s"
                 break
             number = _number_of(guest)
             if number in came or number not in expected | {None}:
                 fault = f"two processes say that they are process {number} of {cluster.processes}"
             if number is not None:
-                came[number] = guest
-        for guest in came.values():
+                came.add(number)
+                guests.append(guest)
+        for guest in guests:
             with contextlib.suppress(OSError):
                 guest.sendall((fault or ALL_HERE).encode() + b"\n")
-        for guest in came.values():  # they close first, which leaves the port free for JAX
+        for guest in guests:  # they close first, which leaves the port free for JAX
             with contextlib.suppress(OSError):
                 guest.recv(1)
     if fault:
