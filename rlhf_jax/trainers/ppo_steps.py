@@ -18,7 +18,7 @@ from rlhf_jax.rollout.generate import decoder_for, generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
-from rlhf_jax.sharding.placement import Views
+from rlhf_jax.sharding.placement import Views, placed_shapes
 from rlhf_jax.sharding.reshard import Reshard, make_reshard
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import (
