@@ -2,7 +2,7 @@
 
 A checkpoint holds a tree of arrays and a JSON record of host-side facts (counters, best metric, data
 position). It is written to a temporary directory and renamed, so a killed save leaves the previous one in
-charge.
+charge. With several processes all of them save and restore, each the shards that its devices hold.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from rlhf_jax.errors import InputError
+from rlhf_jax.sharding.processes import barrier, is_primary
 
 STATE, HOST, METADATA = "state", "host", "_CHECKPOINT_METADATA"
+ANOTHER = "it is of another model or configuration; choose another run.dir"
 
 
 class Checkpoints:
@@ -40,7 +42,9 @@ class Checkpoints:
         """Write the arrays of `state` and the JSON of `host`; returns when both are safely there."""
         json.dumps(host, allow_nan=False)
         if self._saver is None:
-            self._remove_half_written()
+            if is_primary():
+                self._remove_half_written()
+            barrier(f"half-written checkpoints of {self.directory} are gone")
         leaves = {name: _saved(name, leaf) for name, leaf in _named(state).items()}
         items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), HOST: ocp.args.JsonSave(host)})
         self._manager().save(step, args=items, force=True)
@@ -113,18 +117,15 @@ class Checkpoints:
         """Compare names, shapes and types with the checkpoint's before anything is read."""
         place = self.directory / str(step)
         saved = self._manager().item_metadata(step)[STATE].tree
-        for name in wanted.keys() - saved.keys():
-            raise InputError(f"{place} has no {name}; it is of another model or configuration")
-        for name in saved.keys() - wanted.keys():
-            raise InputError(
-                f"{place} holds {name}, which is not wanted; it is of another model or configuration"
-            )
+        for name in sorted(wanted.keys() - saved.keys()):
+            raise InputError(f"{place} has no {name}; {ANOTHER}")
+        for name in sorted(saved.keys() - wanted.keys()):
+            raise InputError(f"{place} holds {name}, which is not wanted; {ANOTHER}")
         for name, leaf in wanted.items():
             expected, found = _abstract(leaf), saved[name]
             if tuple(expected.shape) != tuple(found.shape) or expected.dtype != found.dtype:
                 raise InputError(
-                    f"{place}: {name} is {_shape(found)} and {_shape(expected)} is expected; "
-                    "it is of another model or configuration"
+                    f"{place}: {name} is {_shape(found)} and {_shape(expected)} is expected; {ANOTHER}"
                 )
 
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.families import Family, Weight
 from rlhf_jax.models.parameters import flatten, unflatten
+from rlhf_jax.sharding.processes import fetch
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -272,7 +273,10 @@ def _rest(checkpoint: Checkpoint, used: set[str]) -> list[str]:
 
 
 def stored_tensors(params: dict, family: Family) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """(name, bytes, function that gives the NumPy tensor) of each tensor of a checkpoint."""
+    """(name, bytes, function that gives the NumPy tensor) of each tensor of a checkpoint.
+
+    With several processes each of them calls the functions, in the order of the tensors.
+    """
     flat = flatten(params)
     groups: dict[str, list[Weight]] = {}
     for weight in family.weights:
@@ -293,7 +297,7 @@ def stored_tensors(params: dict, family: Family) -> Iterator[tuple[str, int, Cal
 def _tensor(weights: list[Weight], values: list[Any], layer: int | None = None) -> np.ndarray:
     pieces = []
     for weight, value in zip(weights, values, strict=True):
-        value = np.asarray(jax.device_get(value if layer is None else value[layer]))
+        value = fetch(value if layer is None else value[layer])
         if weight.form in ("linear", "conv"):
             value = value.reshape(math.prod(value.shape[: weight.inputs]), -1)
         elif weight.form == "vector":

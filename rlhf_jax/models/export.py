@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
+import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from etils import epath
 from safetensors.numpy import save_file
 
 from rlhf_jax.errors import InputError
@@ -20,6 +22,7 @@ from rlhf_jax.models.checkpoints import INDEX, stored_tensors
 from rlhf_jax.models.config_json import config_to_json
 from rlhf_jax.models.families import FAMILIES, Family
 from rlhf_jax.models.parameters import stack_layers
+from rlhf_jax.sharding.processes import barrier, is_primary
 
 PAD = "<|pad|>"
 SHARD_BYTES = 5_000_000_000
@@ -36,6 +39,10 @@ def export_model(
 ) -> None:
     """Writes config.json, safetensors, tokenizer and generation_config.json; all of them or nothing.
 
+    With several processes all call it: each tensor is gathered from the devices where it lies, and the first
+    process writes. On an object store, which renames nothing, config.json comes last: an export without it
+    is none.
+
     `transformers` loads an lm model as AutoModelForCausalLM, a value or score model as
     AutoModelForSequenceClassification with one label. It reads a causal score at the last id that is not the
     pad id, so such a model needs a pad id that ends no text: where the tokenizer has none, a copy of it gets
@@ -47,7 +54,7 @@ def export_model(
       extra: kept under `rlhf_jax` in config.json (`read_hf_config` gives it back).
       eos_ids: all ids that end a response; None: the tokenizer's EOS.
     """
-    target = pathlib.Path(os.fspath(directory)).expanduser()
+    target = epath.Path(directory).expanduser()
     _check_target(target)
     config, params = model.config, variables["params"]
     if "layers" not in params:
@@ -68,17 +75,19 @@ def export_model(
     if model.head != "lm":
         hf |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     hf["rlhf_jax"] = dict(extra or {})
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
-    temporary.mkdir(parents=True)
-    try:
-        _write_tensors(temporary, params, family)
-        _write_json(temporary / "config.json", hf)
-        if model.head == "lm":
-            _write_json(temporary / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-        tokenizer.save_pretrained(str(temporary))
-        _replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    files = {"config.json": hf}
+    if model.head == "lm":
+        files["generation_config.json"] = {k: v for k, v in ids.items() if v is not None}
+    if is_primary():
+        with _replacement(target) as temporary:
+            _write_tensors(temporary, params, family)
+            for name, value in files.items():
+                _write_json(temporary / name, value)
+            tokenizer.save_pretrained(str(temporary))
+    else:
+        for _, _, tensor in stored_tensors(dict(params), family):
+            tensor()
+    barrier(f"export of {target}")
 
 
 def _with_own_pad(tokenizer, eos_ids: Sequence[int], params: Mapping):
@@ -120,7 +129,7 @@ def _write_json(path: pathlib.Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
-def _check_target(target: pathlib.Path) -> None:
+def _check_target(target: epath.Path) -> None:
     """Refuses to replace anything but an empty directory or an earlier export."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -130,6 +139,35 @@ def _check_target(target: pathlib.Path) -> None:
         ours = False
     if not ours:
         raise InputError(f"{target} exists and is no earlier export; name another directory to export to")
+
+
+@contextlib.contextmanager
+def _replacement(target: epath.Path) -> Iterator[pathlib.Path]:
+    """A folder to write to; it takes the place of `target` at the end, unless the writing fails."""
+    remote = "://" in str(target)
+    name = f".{target.name}.{uuid.uuid4().hex[:8]}"
+    temporary = pathlib.Path(tempfile.gettempdir() if remote else target.parent) / name
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if remote:
+            _upload(temporary, target)
+        else:
+            _replace(temporary, pathlib.Path(target))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _upload(source: pathlib.Path, target: epath.Path) -> None:
+    """Copies the files, config.json last; an earlier export there ends when the copying begins."""
+    (target / "config.json").unlink(missing_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
+    names = sorted((path.name for path in source.iterdir()), key=lambda name: (name == "config.json", name))
+    for entry in list(target.iterdir()):
+        if entry.name not in names:
+            entry.unlink()
+    for name in names:
+        epath.Path(source / name).copy(target / name, overwrite=True)
 
 
 def _replace(temporary: pathlib.Path, target: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ from rlhf_jax.errors import InputError
 from rlhf_jax.models import export, export_model, load_model, load_tokenizer, read_hf_config, unstack_layers
 
 from . import checkpoints
+from .test_weights import layout
 from .tiny import call
 
 torch = pytest.importorskip("torch")
@@ -160,3 +161,16 @@ def test_a_failure_leaves_the_earlier_export(tmp_path, monkeypatch):
         export_model(tmp_path / "out", model, variables, tokenizer=tokenizer, extra={"step": 2})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rlhf_jax"] == {"step": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=["fsdp 8", "tensor 8", "2 x 2 x 2"])
+@pytest.mark.parametrize(("family", "head"), [("llama", "lm"), ("gpt2", "score"), ("bert", "score")])
+def test_shards_of_any_mesh_give_the_same_files(family, head, sizes, tmp_path):
+    source = checkpoints.save(checkpoints.hf_model(family, head, vocab_size=304), tmp_path / "in")
+    tokenizer = checkpoints.tokenizer()
+    for name, shardings in (("one", None), ("eight", layout(*sizes))):
+        model, variables = load_model(source, head=head, shardings=shardings)
+        export_model(tmp_path / name, model, variables, tokenizer=tokenizer)
+    one, eight = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("one", "eight"))
+    assert one == eight
+    assert "model.safetensors" in one

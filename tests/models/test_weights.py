@@ -1,6 +1,7 @@
 """Weights that are read where they are needed: each byte once, into arrays of their own, on any devices."""
 
 import dataclasses
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -207,3 +208,21 @@ def test_real_models_are_read_once_to_their_shards(name, sizes, real_models, rea
     assert wanted - unused <= sum(read_bytes) <= wanted
     _, plain = load_model(real_models / name, head=head)
     jax.tree.map(np.testing.assert_array_equal, variables, plain)
+
+
+def test_the_host_holds_a_shard_at_a_time(tmp_path):
+    """Arrays of the devices are not counted: what NumPy holds while they are filled is."""
+    wide = dataclasses.replace(LLAMA, vocab_size=16384, embed=64, mlp=4096, tied=False)
+    directory, tensors, _ = write(tmp_path, wide)
+    total, largest = sum(t.nbytes for t in tensors.values()), 16384 * 64 * 4
+    places = layout(1, 8, 1)
+    model, weights = open_model(directory, head="lm", dtype="float32")
+    weights.read(places(model))  # compiles the copies
+    tracemalloc.start()
+    try:
+        weights.read(places(model))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert total > 3 * largest
+    assert peak < largest / 8 * 2 + 300_000  # a shard and the cut it was converted from, and small objects
