@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from rlhf_jax.errors import InputError
-from rlhf_jax.sharding.processes import barrier, is_primary
+from rlhf_jax.sharding.processes import agreed, barrier, is_primary
 
 STATE, HOST, METADATA = "state", "host", "_CHECKPOINT_METADATA"
 ANOTHER = "it is of another model or configuration; choose another run.dir"
@@ -51,9 +51,9 @@ class Checkpoints:
         self._manager().wait_until_finished()
 
     def latest_step(self) -> int | None:
-        """The newest whole checkpoint; None where there is none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        """The newest whole checkpoint, the same for every process; None where there is none."""
+        step = agreed(max(self.steps(), default=-1))
+        return None if step < 0 else step
 
     def steps(self) -> list[int]:
         """Every whole checkpoint, oldest first. Half-written directories are passed over."""

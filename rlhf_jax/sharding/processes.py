@@ -129,11 +129,11 @@ def on_primary(action: Callable[[], Any]) -> None:
     together(action if is_primary() else lambda: None)
 
 
-def agreed(answer: bool) -> bool:
-    """Process 0's answer, everywhere: what is found in files may differ by a moment."""
+def agreed(answer: int) -> int:
+    """Process 0's answer, a truth or a number, everywhere: what is found in files may differ by a moment."""
     if jax.process_count() == 1:
         return answer
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(answer)))
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(answer)))
 
 
 def any_process(flag: bool) -> jax.Array | np.ndarray:

@@ -225,4 +225,4 @@ def test_the_host_holds_a_shard_at_a_time(tmp_path):
     finally:
         tracemalloc.stop()
     assert total > 3 * largest
-    assert peak < largest / 8 * 2 + 300_000  # a shard and the cut it was converted from, and small objects
+    assert peak < largest / 2  # what was cut, what it became and what is copied: a few shards of eight
