@@ -44,7 +44,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """sft.epochs sft.learning_rate sft.weight_decay reward.margin reward.centering_coef
         reward.learning_rate reward.weight_decay critic.learning_rate critic.warmup_iterations
         ppo.learning_rate ppo.warmup_iterations ppo.weight_decay ppo.kl_coef ppo.entropy_coef
-        ppo.missing_eos_penalty rollout.temperature rollout.top_k eval.every run.profile_every""",
+        ppo.missing_eos_penalty rollout.temperature rollout.top_k eval.every run.profile_every run.profile""",
     ),
     (
         "above 0",

@@ -26,6 +26,7 @@ MAY_CHANGE = frozenset(
         "run.save_every",
         "run.keep",
         "run.profile_every",
+        "run.profile",
         "run.max_bad_steps",
         "run.tensorboard",
         "policy.remat",

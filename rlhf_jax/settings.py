@@ -246,6 +246,10 @@ class Run:
     profile_every: int = option(
         10, "PPO iterations between those whose phases are timed one by one; 0: never"
     )
+    profile: int = option(
+        0,
+        "PPO iterations of each start that the profiler traces, from the third one on, into run.dir/profile",
+    )
     max_bad_steps: int = option(5, "non-finite updates in a row after which the run stops")
     tensorboard: bool = option(False, "also write TensorBoard event files (needs the extra `tensorboard`)")
 

@@ -24,7 +24,7 @@ from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import Diverged
 from rlhf_jax.trainers.ppo import Learner, Statistics
 from rlhf_jax.trainers.ppo_steps import PpoSteps
-from rlhf_jax.trainers.timing import CompileClock, PhaseTimer, peak_flops
+from rlhf_jax.trainers.timing import CompileClock, PhaseTimer, Trace, peak_flops
 
 PHASE = "ppo"
 
@@ -57,8 +57,9 @@ def train_ppo(
     checkpoints = Checkpoints(run_dir, PHASE, keep=run.keep)
     learner, best = _resume(checkpoints, task.steps.learner_shapes, first_learner, log)
     with Progress(PHASE, shown=is_primary()) as progress, stop_on_signal() as stop:
-        pending = _Pending(task, log, progress, clock)
-        for iteration in range(int(learner.iteration), ppo.iterations):
+        pending, trace = _Pending(task, log, progress, clock), Trace(run_dir / "profile", run.profile)
+        for done, iteration in enumerate(range(int(learner.iteration), ppo.iterations)):
+            trace.at(done, learner)
             timed = PhaseTimer(clock, enabled=_due(iteration, run.profile_every))
             if timed.enabled:
                 pending.flush()
@@ -80,6 +81,7 @@ def train_ppo(
                 )
             if stopping:
                 stopped(stop, run_dir)
+        trace.close(learner)
     if not evaluate_every:
         task.save_policy(learner.actor.params, ppo.iterations)
     checkpoints.close()

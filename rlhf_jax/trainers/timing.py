@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,30 @@ def peak_flops() -> float:
         product(x, x).block_until_ready()
         seconds.append(time.perf_counter() - start)
     return 2 * n**3 / min(seconds) * jax.process_count()
+
+
+class Trace:
+    """A profiler's trace of a few steps, once the first ones have compiled; XProf and Perfetto open it."""
+
+    WARM_UP = 2  # steps that compile
+
+    def __init__(self, directory: os.PathLike | str, steps: int):
+        self._directory, self._steps, self._running = str(directory), steps, False
+
+    def at(self, done: int, state: Any) -> None:
+        """Before the step after `done` ones of this process, whose state is `state`."""
+        if self._steps and done == self.WARM_UP:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
+            self._running = True
+        if done == self.WARM_UP + self._steps:
+            self.close(state)
+
+    def close(self, state: Any) -> None:
+        if self._running:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+            self._running = False
 
 
 class PhaseTimer:

@@ -1,5 +1,6 @@
 """Whole runs of a tiny job: what they leave, and that a stopped one goes on as if it had not stopped."""
 
+import gzip
 import json
 import os
 import pathlib
@@ -41,7 +42,7 @@ def timeless(record):
 def finished(tmp_path_factory):
     """A run from beginning to end."""
     directory = tmp_path_factory.mktemp("pipeline") / "run"
-    pipeline.run(load_config(None, [*RUN, f"run.dir={directory}"]))
+    pipeline.run(load_config(None, [*RUN, "run.profile=1", f"run.dir={directory}"]))
     return directory
 
 
@@ -60,6 +61,13 @@ def test_everything_that_a_run_promises_is_there(finished):
         "checkpoints/ppo",
     ]:
         assert (finished / name).exists(), name
+
+
+def test_the_profiler_traces_the_steps_that_were_asked_for(finished):
+    (trace,) = (finished / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    assert any("update_actor" in name for name in names)  # a step, and not what came before
 
 
 def test_eval_json_has_the_promised_fields(finished):
