@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlhf_jax.errors import InputError
-from rlhf_jax.settings import Config, Layout, Shape
+from rlhf_jax.layouts import check_layout, layouts, shares, show
+from rlhf_jax.settings import Config, Shape
 
 CHOICES = {
     "policy.dtype": ("float32", "bfloat16"),
@@ -93,18 +94,17 @@ def check(config: Config, *, training: bool = True) -> None:
     if training:
         _check_ppo(config)
     for role, layout in layouts(config).items():
-        _check_layout(role, layout)
+        check_layout(role, layout)
 
 
-def check_devices(config: Config, device_count: int) -> None:
+def check_devices(config: Config, device_count: int, process_count: int = 1) -> None:
     """Raise InputError where a layout does not fit the devices, or a batch not the layout."""
-    roles = {role: resolve(role, layout, device_count) for role, layout in layouts(config).items()}
-    sizes = {role: layout.data * layout.fsdp * layout.tensor for role, layout in roles.items()}
-    for role, size in sizes.items():
-        if size != sizes["train"]:
+    roles = shares(config, device_count)
+    for role, share in roles.items():
+        if process_count > 1 and len(share.devices) < device_count:
             raise InputError(
-                f"placement.{role} spans {size} devices and placement.train {sizes['train']}; "
-                "all roles share the same devices"
+                f"placement.{role}.devices={show(share.devices)} with {process_count} processes: arrays "
+                "cannot move between sets of devices across processes; leave placement.*.devices out"
             )
     ppo, minibatch = config.ppo, config.ppo.batch_size // config.ppo.minibatches
     step = ppo.micro_batch_size or minibatch
@@ -116,40 +116,12 @@ def check_devices(config: Config, device_count: int) -> None:
         if phase.epochs > 0:
             batches.append((f"{name}.{field}", getattr(phase, field), role))
     for name, size, role in batches:
-        shares = roles[role].data * roles[role].fsdp
-        if size % shares:
+        parts = roles[role].layout.data * roles[role].layout.fsdp
+        if size % parts:
             raise InputError(
-                f"{name}={size} is not divisible by data * fsdp = {shares} of placement.{role}; "
-                f"use {math.ceil(size / shares) * shares}"
+                f"{name}={size} is not divisible by data * fsdp = {parts} of placement.{role}; "
+                f"use {math.ceil(size / parts) * parts}"
             )
-
-
-def layouts(config: Config) -> dict[str, Layout]:
-    """The layout of each role; a role without one of its own has the trainer's."""
-    placement = config.placement
-    return {
-        "train": placement.train,
-        "generate": placement.generate,
-        "critic": placement.critic or placement.train,
-        "reference": placement.reference or placement.train,
-        "reward": placement.reward or placement.train,
-    }
-
-
-def resolve(role: str, layout: Layout, device_count: int) -> Layout:
-    """The layout with its -1 replaced by the devices that are left."""
-    sizes = dataclasses.asdict(layout)
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    shown = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
-    if fixed > device_count:
-        raise InputError(
-            f"placement.{role} needs {fixed} devices ({shown}) and there are {device_count}; lower a size"
-        )
-    if -1 in sizes.values():
-        if device_count % fixed:
-            raise InputError(f"placement.{role}: {fixed} ({shown}) does not divide {device_count} devices")
-        sizes = {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
-    return Layout(**sizes)
 
 
 def _check_values(values: dict[str, Any]) -> None:
@@ -250,13 +222,3 @@ def _check_ppo(config: Config) -> None:
         raise InputError(
             f"ppo.warmup_iterations={ppo.warmup_iterations} exceeds ppo.iterations={ppo.iterations}; lower it"
         )
-
-
-def _check_layout(role: str, layout: Layout) -> None:
-    sizes = dataclasses.asdict(layout)
-    for axis, size in sizes.items():
-        if size < 1 and size != -1:
-            raise InputError(f"placement.{role}.{axis}={size} must be at least 1, or -1 for what is left")
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise InputError(f"placement.{role}: only one of {' and '.join(open_axes)} may be -1")

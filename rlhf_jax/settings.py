@@ -219,6 +219,11 @@ class Layout:
     data: int = option(-1, "replicas, each with its share of the batch")
     fsdp: int = option(1, "shards of the parameters; the batch is split over them as well")
     tensor: int = option(1, "shards of heads, feed-forward width and vocabulary")
+    devices: str | None = option(
+        None,
+        "FIRST-LAST in jax.devices(), such as 0-3; none: all. Two roles have the same or disjoint devices; "
+        "with several processes every role has all, because arrays cannot move to other devices across them",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,7 +149,7 @@ SETTINGS = {
     ),
     "mesh larger than the devices": ("placement.train.tensor=16", r"needs 32 devices \(.*\) and there are 8"),
     "mesh that does not divide": ("placement.train.tensor=3", "does not divide 8 devices"),
-    "mesh that leaves devices out": ("placement.train.data=1", "placement.generate spans 8 devices .* 4"),
+    "mesh that leaves devices out": ("placement.train.data=1", "placement.train covers 4 of 8 devices"),
     "greedy PPO": ("rollout.temperature=0", r"rollout\.temperature=0 is greedy"),
     "k1 in the loss": ("ppo.kl_placement=loss", r"gradient of k1 has mean 0 .*; use ppo\.kl_kind=k2 or k3"),
     "null character": ('run.dir="a\\0b"', "null character"),

@@ -207,6 +207,8 @@ def test_an_empty_file_is_the_defaults(tmp_path):
         ("reward.function=score", "module:function"),
         ("placement.train.data=0", "placement.train.data=0 must be at least 1, or -1"),
         ("placement.generate.fsdp=-1", "only one of data and fsdp may be -1"),
+        ("placement.critic.devices=0:3", "placement.critic.devices=0:3 is not of the form FIRST-LAST"),
+        ("placement.train.devices=3-0", "ends before it begins; use 0-3"),
         ("data.validation_fraction=1", "between 0 and 1"),
     ],
 )
@@ -223,7 +225,28 @@ def test_greedy_decoding_is_for_evaluation():
     [
         ("placement.train.tensor=16", 8, "needs 16 devices (data -1 * fsdp 1 * tensor 16) and there are 8"),
         ("placement.train.tensor=3", 8, "3 (data -1 * fsdp 1 * tensor 3) does not divide 8 devices"),
-        ("placement.train.data=2", 8, "placement.generate spans 8 devices and placement.train 2"),
+        ("placement.train.data=2", 8, "placement.train covers 2 of 8 devices"),
+        (
+            "placement.train.devices=0-3 placement.generate.devices=2-7",
+            8,
+            "placement.train has devices 0-3 and placement.generate 2-7, which share 2-3",
+        ),
+        (
+            "placement.generate.devices=0-3",
+            8,
+            "train has devices 0-7 and placement.generate 0-3, which share 0-3",
+        ),
+        (
+            "placement.reward.devices=4-8",
+            8,
+            "placement.reward.devices=4-8 goes beyond the 8 devices, which are 0-7",
+        ),
+        (
+            "placement.train.devices=0-3 placement.generate.devices=4-7 placement.generate.data=2",
+            8,
+            "placement.generate covers 2 of 4 devices (4-7)",
+        ),
+        ("placement.train.devices=0-3 placement.generate.devices=4-7 ppo.batch_size=6", 8, "fsdp = 4 of"),
         (
             "ppo.batch_size=10",
             4,
@@ -240,6 +263,15 @@ def test_greedy_decoding_is_for_evaluation():
 )
 def test_layouts_and_batches_must_fit_the_devices(overrides, devices, words):
     assert words in refused(*overrides.split(" "), devices=devices)
+
+
+def test_several_processes_share_all_devices():
+    """A move to other devices across processes raises deep in the runtime."""
+    config = load_config(None, ["placement.train.devices=0-3", "placement.generate.devices=4-7"])
+    check_devices(config, 8)
+    with pytest.raises(InputError, match=r"placement\.train\.devices=0-3 with 2 processes"):
+        check_devices(config, 8, process_count=2)
+    check_devices(load_config(None, ["placement.train.devices=0-7"]), 8, process_count=2)
 
 
 def test_unused_phases_do_not_bind_the_devices():

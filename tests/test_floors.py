@@ -12,7 +12,7 @@ import rlhf_jax
 PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 # A module may import from its own floor and from those below.
 FLOORS = (
-    ("errors", "cluster", "settings", "checks", "config", "records", "text_statistics"),
+    ("errors", "cluster", "settings", "layouts", "checks", "config", "records", "text_statistics"),
     ("losses", "types"),
     ("models", "sharding", "data"),
     ("rollout", "checkpoint", "metrics", "run_directory", "comparison"),

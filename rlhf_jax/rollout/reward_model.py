@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
-import jax
 import numpy as np
 
 from rlhf_jax.data.batches import pad_rows, width_for
@@ -25,6 +24,7 @@ from rlhf_jax.errors import InputError
 from rlhf_jax.rollout.score import with_final_eos
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.processes import fetch, put, share_rows
+from rlhf_jax.sharding.reshard import to_devices
 from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.types import Rollout
 
@@ -80,7 +80,7 @@ class RewardModel:
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Any:
         if self.reads_rollouts:
-            return self._score_rollout(self.params, jax.device_put(rollout, batch_sharding(self.view)))
+            return self._score_rollout(self.params, to_devices(rollout, batch_sharding(self.view)))
         return self.score_texts(prompts, responses)
 
     def score_texts(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:

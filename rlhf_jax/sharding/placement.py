@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from rlhf_jax.checks import layouts, resolve
-from rlhf_jax.errors import InputError
+from rlhf_jax.layouts import shares
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View, regroup, training_view
 
 
 @dataclasses.dataclass(frozen=True)
 class Views:
-    """Each role's view of one grid of devices."""
+    """Each role's view of its grid: one grid for each set of devices."""
 
     train: View
     generate: View
@@ -27,26 +25,20 @@ class Views:
 
 
 def make_views(config: Config, devices: Sequence[Any] | None = None) -> Views:
-    """Views of the given devices of `jax.devices()`, or of all.
+    """Views of the given devices of `jax.devices()`, or of all; a role's slice counts among these.
+
+    Roles on the same slice share its grid, which is factored along the first one's shape.
 
     Raises:
-      InputError: a layout does not cover the devices.
+      InputError: a layout does not cover its devices, or slices overlap.
     """
     devices = jax.devices() if devices is None else devices
-    shapes = {
-        role: dataclasses.asdict(resolve(role, layout, len(devices)))
-        for role, layout in layouts(config).items()
-    }
-    for role, shape in shapes.items():
-        covered = math.prod(shape.values())
-        if covered != len(devices):
-            raise InputError(
-                f"placement.{role} covers {covered} of {len(devices)} devices; set one of its sizes to -1"
-            )
-    train = training_view(shapes["train"], devices)
-    views = {
-        role: train if shape == shapes["train"] else regroup(train, shape) for role, shape in shapes.items()
-    }
+    grids: dict[range, View] = {}
+    views = {}
+    for role, share in shares(config, len(devices)).items():
+        own = [devices[i] for i in share.devices]
+        first = grids.setdefault(share.devices, training_view(share.shape, own))
+        views[role] = first if share.shape == first.shape else regroup(first, share.shape)
     return Views(**views)
 
 

@@ -187,9 +187,15 @@ def make_reshard(
     return Reshard(max(received.values(), default=0), structure, tuple(moves))
 
 
-def to_devices(x: jax.Array, target: NamedSharding) -> jax.Array:
-    """One array in another layout, which may lie on other devices."""
-    return Move(jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding, target, False, x.dtype)(x)  # type: ignore
+def to_devices(tree: Any, target: NamedSharding) -> Any:
+    """All arrays of a tree in one layout, which may be on other devices."""
+
+    def moved(x):
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+            return jax.device_put(x, target)
+        return Move(jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding, target, False, x.dtype)(x)
+
+    return jax.tree.map(moved, tree)
 
 
 def _moved_by(move: Move) -> dict[Any, int]:

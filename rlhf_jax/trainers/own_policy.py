@@ -59,7 +59,7 @@ def _task(
         raise InputError(
             f"eval.every={config.eval.every} needs held_out prompts; give some or use eval.every=0"
         )
-    check_devices(config, jax.device_count())
+    check_devices(config, jax.device_count(), jax.process_count())
     views = make_views(config)
     loaded = _loaded(policy, tokenizer)
     evaluator = make_evaluator(config, loaded, RewardFunction(reward), Scale(), views, gold=None)

@@ -78,7 +78,7 @@ class Job:
 @contextlib.contextmanager
 def _job(config: Config, *phases: str) -> Iterator[Job]:
     """Reads all input and checks it for these phases; only then is the run's directory made."""
-    check_devices(config, jax.device_count())
+    check_devices(config, jax.device_count(), jax.process_count())
     path = check_directory(config)
     prompts = phases != ("sft",)
     needs_pairs = (

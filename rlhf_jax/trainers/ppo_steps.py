@@ -18,8 +18,9 @@ from rlhf_jax.rollout.generate import decoder_for, generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
+from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.placement import Views, placed_shapes
-from rlhf_jax.sharding.reshard import Reshard, make_reshard
+from rlhf_jax.sharding.reshard import Reshard, make_reshard, to_devices
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import (
     TrainState,
@@ -101,15 +102,30 @@ def make_policy_steps(
         params=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
         views=views,
         sampler=make_sampler(model, params, views, config.rollout, eos_ids),
-        to_train=lambda rollout: jax.device_put(rollout, batch_sharding(views.train)),
+        to_train=lambda rollout: to_devices(rollout, batch_sharding(views.train)),
         logprobs=in_view(views.train, logprobs),
-        reference_logprobs=in_view(views.reference, logprobs),
+        reference_logprobs=_of_rows(logprobs, views.reference, views.train),
     )
+
+
+def _of_rows(function: Callable[..., Any], view: View, home: View) -> Callable[..., Any]:
+    """(parameters, batch) -> arrays of rows, in a role's view.
+
+    The batch comes from the home view; where that is on other devices, the results go back there.
+    """
+    if view.mesh == home.mesh:
+        return in_view(view, function)
+    there = in_view(view, function, out_shardings=batch_sharding(view))
+
+    def visit(params, batch):
+        return to_devices(there(params, to_devices(batch, batch_sharding(view))), batch_sharding(home))
+
+    return visit
 
 
 @dataclasses.dataclass(frozen=True)
 class PpoSteps:
-    """The functions that learn. States that are replaced are donated."""
+    """The functions that learn, from batches of the training view. States that are replaced are donated."""
 
     policy: PolicySteps
     values: Callable[[Any, Rollout], tuple[jax.Array, jax.Array]]  # -> values_BT, final_values_B
@@ -192,17 +208,29 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
 
     return PpoSteps(
         policy=policy,
-        values=in_view(views.critic, functools.partial(response_values, critic)),
+        values=_of_rows(functools.partial(response_values, critic), views.critic, views.train),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
         update_actor=in_view(views.train, update_actor, donate_argnums=0, out_shardings=(actor_places, None)),
-        update_critic=in_view(
-            views.critic, update_critic, donate_argnums=0, out_shardings=(critic_places, None)
+        update_critic=_from_home(
+            in_view(views.critic, update_critic, donate_argnums=0, out_shardings=(critic_places, None)), views
         ),
         advance=advance,
         init_learner=init_learner,
         actor_state=state_shapes(actor_tx, policy.params, actor_places),
         critic_state=state_shapes(critic_tx, critic_params, critic_places),
     )
+
+
+def _from_home(update_critic: Callable[..., Any], views: Views) -> Callable[..., Any]:
+    """The critic's update from an experience and a key that lie in the training view."""
+    if views.critic.mesh == views.train.mesh:
+        return update_critic
+
+    def visit(state, experience, key):
+        experience = to_devices(experience, batch_sharding(views.critic))
+        return update_critic(state, experience, jax.device_put(key, replicated(views.critic)))
+
+    return visit
 
 
 def _optimizer(ppo: Ppo, peak: float, max_grad_norm: float, iterations: int):

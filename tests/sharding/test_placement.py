@@ -31,6 +31,29 @@ def test_roles_are_views_of_one_grid():
     assert found.generate.tensor[:1] == found.train.tensor
 
 
+def test_each_slice_has_a_grid_of_its_own():
+    found = views(
+        train=(1, 2, 2, "0-3"),
+        generate=(2, 1, 2, "4-7"),
+        reference=(-1, 1, 1, "4-7"),
+        reward=(2, 2, 1, "0-3"),
+    )
+    ids = {role: [device.id for device in view.mesh.devices.flat] for role, view in vars(found).items()}
+    assert ids["train"] == ids["critic"] == ids["reward"] == [0, 1, 2, 3]
+    assert ids["generate"] == ids["reference"] == [4, 5, 6, 7]
+    # Roles of one slice are views of one grid, whichever roles they are.
+    assert found.reference.mesh == found.generate.mesh
+    assert found.reward.mesh == found.train.mesh
+    assert found.reference.shape == {"data": 4, "fsdp": 1, "tensor": 1}
+    assert found.reward.shape == {"data": 2, "fsdp": 2, "tensor": 1}
+
+
+def test_a_slice_may_be_one_device():
+    found = views(train=(-1, 1, 1, "0-5"), generate=(-1, 1, 1, "7"))
+    assert found.generate.mesh.devices.flat[0] == jax.devices()[7]
+    assert found.generate.shape == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
 def test_one_device():
     found = views(devices=jax.devices()[:1])
     assert found.train.mesh.size == 1

@@ -167,7 +167,7 @@ def one_iteration(config, devices=None):
     )
     reference = place(model, params, views.reference)
     rows = [[int(t) for t in np.random.default_rng(i).integers(6, V, 1 + i % P)] for i in range(B)]
-    prompts = prompt_batch(rows, np.arange(B), width=P, view=views.generate)
+    prompts = prompt_batch(rows.__getitem__, np.arange(B), width=P, view=views.generate)
     rollout = policy.to_train(
         policy.sampler.generate(policy.sampler.reshard(learner.actor.params), prompts, jax.random.key(0))
     )
