@@ -126,10 +126,20 @@ class ConfigCommand(TyperCommand):
 
 @app.command("config", cls=ConfigCommand)
 def show_config(config: ConfigFile, settings: Overrides = None) -> None:
-    """Print the resolved configuration, or say what is wrong with it. `--help` explains every setting."""
-    from rlhf_jax.config import to_yaml
+    """Print the resolved configuration, or say what is wrong with it. `--help` explains every setting.
 
-    print(to_yaml(_read(config, settings)), end="")
+    Comments below it name the parameters that a role's layout would split and cannot.
+    """
+    from rlhf_jax.config import to_yaml
+    from rlhf_jax.layouts import splits_parameters
+
+    resolved = _read(config, settings)
+    print(to_yaml(resolved), end="")
+    if splits_parameters(resolved):
+        from rlhf_jax.trainers.fallback import whole_parameters
+
+        for line in whole_parameters(resolved):
+            print(f"# {line}")
 
 
 @app.command()

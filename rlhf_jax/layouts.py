@@ -41,6 +41,11 @@ def sizes_of(layout: Layout) -> dict[str, int]:
     return {axis: getattr(layout, axis) for axis in AXES}
 
 
+def splits_parameters(config: Config) -> bool:
+    """True where a role has more than replicas, each with the whole parameters."""
+    return any(getattr(layout, axis) > 1 for layout in layouts(config).values() for axis in AXES[1:])
+
+
 def shares(config: Config, device_count: int) -> dict[str, Share]:
     """What each role has of this many devices.
 

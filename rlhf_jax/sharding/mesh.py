@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 ROLE_AXES = ("data", "fsdp", "tensor")
 
@@ -24,7 +24,7 @@ ROLE_AXES = ("data", "fsdp", "tensor")
 class View:
     """How one role reads the grid: which grid axes make up its data, fsdp and tensor axis."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     data: tuple[str, ...]
     fsdp: tuple[str, ...]
     tensor: tuple[str, ...]
@@ -73,6 +73,12 @@ def training_view(shape: Mapping[str, int], devices: Sequence[Any] | None = None
         return View(mesh, ("grid0",), (), ())
     rest = iter(names)
     return View(mesh, **{axis: tuple(next(rest) for _ in factors[axis]) for axis in ROLE_AXES})
+
+
+def abstract_view(shape: Mapping[str, int]) -> View:
+    """A view without devices, for questions about sizes alone."""
+    mesh = AbstractMesh(tuple(shape[axis] for axis in ROLE_AXES), ROLE_AXES)
+    return View(mesh, *((axis,) for axis in ROLE_AXES))
 
 
 def regroup(view: View, shape: Mapping[str, int]) -> View:

@@ -93,8 +93,10 @@ def replicated_dimensions(view: View, axes: Any, shapes: Any) -> list[str]:
         for name, size in zip(names, leaf.shape, strict=True):
             shards = view.size(*_rule(name))
             if size % shards:
+                leaf_name = jax.tree_util.keystr(path, simple=True, separator="/")
+                devices = " * ".join(_rule(name))
                 found.append(
-                    f"{jax.tree_util.keystr(path)}: {name} {size} is not divisible by {shards}, kept whole"
+                    f"{leaf_name} stays whole: {name} {size} is not divisible by {devices} = {shards}"
                 )
     return found
 

@@ -57,8 +57,8 @@ def test_a_dimension_that_is_not_divisible_stays_whole_and_is_listed():
     assert shardings["q"].spec == PartitionSpec("grid1", None, None)
     assert shardings["up"].spec == PartitionSpec("grid1", "grid2")
     assert replicated_dimensions(VIEW, axes, leaves) == [
-        "['k']: kv_heads 3 is not divisible by 2, kept whole",
-        "['q']: heads 9 is not divisible by 2, kept whole",
+        "k stays whole: kv_heads 3 is not divisible by tensor = 2",
+        "q stays whole: heads 9 is not divisible by tensor = 2",
     ]
 
 
