@@ -5,11 +5,16 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.sharding.placement import make_views
+from rlhf_jax.sharding.reshard import to_devices
+from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.trainers import pipeline, ppo_loop
 from tests.sharding.test_reshard import live_bytes
 
@@ -47,6 +52,34 @@ def test_split_roles_give_the_numbers_of_one_device(split):
     assert max(device.id for device in trained) < 4
     if any(item.startswith("placement.critic") for item in split):
         assert not trained & learnt
+
+
+def test_work_on_disjoint_devices_overlaps():
+    """What is dispatched later on other devices is done first, with a move between the two still to come.
+
+    A step or a move that stopped the host would leave half of the devices idle. The long work is on one
+    device, because the CPU runtime launches programs of several devices one after another.
+    """
+    placement = [f"placement.{role}.devices=0-3" for role in ("train", "critic", "reference", "reward")]
+    views = make_views(configure(*placement, "placement.generate.devices=4"))
+
+    def chain(x_BT):
+        return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.tanh(y @ y.T @ y), x_BT)
+
+    rows = jax.device_put(np.ones((256, 256), np.float32), batch_sharding(views.train))
+    there = to_devices(rows, batch_sharding(views.generate))
+    long = in_view(views.generate, chain, out_shardings=batch_sharding(views.generate))
+    short = in_view(views.train, lambda x_BT: x_BT + 1.0)
+    jax.block_until_ready((to_devices(long(there), batch_sharding(views.train)), short(rows)))
+
+    started = time.perf_counter()
+    generated = long(there)
+    moved = to_devices(generated, batch_sharding(views.train))
+    jax.block_until_ready(short(rows))
+    first_done = time.perf_counter() - started
+    assert not generated.is_ready()
+    jax.block_until_ready(moved)
+    assert first_done < 0.5 * (time.perf_counter() - started)
 
 
 def test_the_generation_copy_is_gone_before_the_policy_learns(tiny, monkeypatch, tmp_path):
