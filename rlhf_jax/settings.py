@@ -227,6 +227,15 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Offload:
+    """What is in host memory (pinned_host) between its uses: slower, and free for the rest of the step."""
+
+    reference: bool = option(False, "parameters of the reference")
+    reward: bool = option(False, "parameters of the reward model in PPO and evaluation")
+    optimizer: bool = option(False, "Adam's moments of actor and critic")
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """Device layout of each role."""
 
@@ -235,6 +244,7 @@ class Placement:
     critic: Layout | None = option(None, "layout of the critic; none: as placement.train")
     reference: Layout | None = option(None, "layout of the reference; none: as placement.train")
     reward: Layout | None = option(None, "layout of the reward model; none: as placement.train")
+    offload: Offload = section(Offload)
 
 
 @dataclasses.dataclass(frozen=True)

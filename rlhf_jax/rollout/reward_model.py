@@ -23,6 +23,7 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.rollout.score import with_final_eos
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.offload import to_device
 from rlhf_jax.sharding.processes import fetch, put, share_rows
 from rlhf_jax.sharding.reshard import to_devices
 from rlhf_jax.sharding.rules import batch_sharding, in_view
@@ -44,7 +45,7 @@ class RewardModel:
 
     Args:
       model: `apply(variables, tokens_BT, mask_BT)` gives raw scores `[B]`.
-      params: its parameters, already placed on the devices.
+      params: its parameters, already placed on the devices, or in host memory beside them.
       renderer: how it reads a dialogue.
       view: its view of the device grid.
       max_length: longest dialogue in tokens.   batch_size: dialogues a forward pass.
@@ -80,7 +81,7 @@ class RewardModel:
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Any:
         if self.reads_rollouts:
-            return self._score_rollout(self.params, to_devices(rollout, batch_sharding(self.view)))
+            return self._score_rollout(to_device(self.params), to_devices(rollout, batch_sharding(self.view)))
         return self.score_texts(prompts, responses)
 
     def score_texts(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
@@ -102,14 +103,14 @@ class RewardModel:
 
     def score_tokens(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Raw scores of rendered dialogues, of any number and lengths."""
-        scores = np.zeros(len(rows), np.float32)
+        scores, params = np.zeros(len(rows), np.float32), to_device(self.params)
         by_length = np.argsort([len(row) for row in rows], kind="stable")
         for start in range(0, len(rows), self.batch_size):
             index = by_length[start : start + self.batch_size]
             batch = [rows[i] for i in index] + [rows[index[0]]] * (self.batch_size - len(index))
             width = width_for(max(map(len, batch)), WIDTH_STEP, self.max_length)
             arrays = put(pad_rows(batch, width, "right", 0), batch_sharding(self.view))
-            scores[index] = fetch(self._score(self.params, *arrays))[: len(index)]
+            scores[index] = fetch(self._score(params, *arrays))[: len(index)]
         return scores
 
 

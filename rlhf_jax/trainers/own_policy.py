@@ -18,6 +18,7 @@ from rlhf_jax.models.weights import ArrayWeights
 from rlhf_jax.rollout.reward_model import RewardFunction, Scale
 from rlhf_jax.run_directory import open_run
 from rlhf_jax.settings import Config
+from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.sharding.processes import is_primary
 from rlhf_jax.trainers.ppo import Learner
@@ -61,6 +62,7 @@ def _task(
         )
     check_devices(config, jax.device_count(), jax.process_count())
     views = make_views(config)
+    check_offload(config, views)
     loaded = _loaded(policy, tokenizer)
     evaluator = make_evaluator(config, loaded, RewardFunction(reward), Scale(), views, gold=None)
     own_critic = _loaded(critic, tokenizer)

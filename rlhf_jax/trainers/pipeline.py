@@ -28,6 +28,7 @@ from rlhf_jax.report import write_report
 from rlhf_jax.rollout.reward_model import Scale
 from rlhf_jax.run_directory import check_directory, open_run
 from rlhf_jax.settings import Config
+from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import Views, make_views
 from rlhf_jax.sharding.processes import agreed, is_primary, on_primary
 from rlhf_jax.trainers import inputs, roles
@@ -94,6 +95,7 @@ def _job(config: Config, *phases: str) -> Iterator[Job]:
     )
     check_run(config, phases, path, read, split)
     views = make_views(config)
+    check_offload(config, views)
     with (
         open_run(config) as directory,
         MetricsLog(directory.path, tensorboard=config.run.tensorboard, writes=is_primary()) as metrics,

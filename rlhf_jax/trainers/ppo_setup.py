@@ -14,6 +14,7 @@ from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.models.flops import forward_flops
 from rlhf_jax.rollout.reward_model import RewardFunction, RewardModel, Scale, Scorer, scale_of
 from rlhf_jax.settings import Config
+from rlhf_jax.sharding.offload import to_host
 from rlhf_jax.sharding.placement import Views
 from rlhf_jax.trainers.evaluate import Evaluator
 from rlhf_jax.trainers.inputs import Gold
@@ -31,9 +32,10 @@ def scorer_of(config: Config, reward: LoadedModel | None, policy: LoadedModel, v
     """The reward model, or the Python function that takes its place."""
     if reward is None:
         return RewardFunction(config.reward.function or "")
+    params = reward.place(views.reward)
     return RewardModel(
         reward.model,
-        reward.place(views.reward),
+        to_host(params) if config.placement.offload.reward else params,
         reward.renderer,
         view=views.reward,
         max_length=config.reward.max_length,
@@ -47,9 +49,10 @@ def make_evaluator(
 ) -> Evaluator:
     """Samples and scores responses to held-out prompts; its reference is `policy`."""
     steps = make_policy_steps(config, views, policy.model, policy.shapes, policy.renderer.eos_ids)
+    params = policy.place(views.reference)
     return Evaluator(
         steps=steps,
-        reference_params=policy.place(views.reference),
+        reference_params=to_host(params) if config.placement.offload.reference else params,
         renderer=policy.renderer,
         scorer=scorer,
         scale=scale,

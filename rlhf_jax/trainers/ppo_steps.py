@@ -19,6 +19,7 @@ from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.offload import to_device, to_host
 from rlhf_jax.sharding.placement import Views, placed_shapes
 from rlhf_jax.sharding.reshard import Reshard, make_reshard, to_devices
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
@@ -97,6 +98,7 @@ def make_policy_steps(
     def logprobs(params, rollout):
         return response_logprobs(model, params, rollout, temperature=config.rollout.temperature or 1.0)[0]
 
+    logprobs_there = _of_rows(logprobs, views.reference, views.train)
     return PolicySteps(
         model=model,
         params=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
@@ -104,7 +106,9 @@ def make_policy_steps(
         sampler=make_sampler(model, params, views, config.rollout, eos_ids),
         to_train=lambda rollout: to_devices(rollout, batch_sharding(views.train)),
         logprobs=in_view(views.train, logprobs),
-        reference_logprobs=_of_rows(logprobs, views.reference, views.train),
+        reference_logprobs=_fetching(logprobs_there)
+        if config.placement.offload.reference
+        else logprobs_there,
     )
 
 
@@ -121,6 +125,11 @@ def _of_rows(function: Callable[..., Any], view: View, home: View) -> Callable[.
         return to_devices(there(params, to_devices(batch, batch_sharding(view))), batch_sharding(home))
 
     return visit
+
+
+def _fetching(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(parameters in host memory, batch) -> results; their copy on the devices lives as long as the call."""
+    return lambda params, batch: function(to_device(params), batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +209,8 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
 
     def init_learner(params, critic_params):
         return Learner(
-            actor=init_state(actor_tx, params, actor_places),
-            critic=init_state(critic_tx, critic_params, critic_places),
+            actor=_resting(config, init_state(actor_tx, params, actor_places)),
+            critic=_resting(config, init_state(critic_tx, critic_params, critic_places)),
             kl_coef=jax.device_put(np.float32(ppo.kl_coef), everywhere),
             iteration=jax.device_put(np.int32(0), everywhere),
         )
@@ -210,15 +219,35 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         policy=policy,
         values=_of_rows(functools.partial(response_values, critic), views.critic, views.train),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
-        update_actor=in_view(views.train, update_actor, donate_argnums=0, out_shardings=(actor_places, None)),
-        update_critic=_from_home(
-            in_view(views.critic, update_critic, donate_argnums=0, out_shardings=(critic_places, None)), views
-        ),
+        update_actor=_update(config, update_actor, views.train, actor_places),
+        update_critic=_from_home(_update(config, update_critic, views.critic, critic_places), views),
         advance=advance,
         init_learner=init_learner,
         actor_state=state_shapes(actor_tx, policy.params, actor_places),
         critic_state=state_shapes(critic_tx, critic_params, critic_places),
     )
+
+
+def _resting(config: Config, state: TrainState) -> TrainState:
+    """The state as it is kept between updates."""
+    if not config.placement.offload.optimizer:
+        return state
+    return dataclasses.replace(state, opt_state=to_host(state.opt_state))
+
+
+def _update(
+    config: Config, function: Callable[..., Any], view: View, places: TrainState
+) -> Callable[..., Any]:
+    """An update of a state, jitted; an offloaded optimizer is on the devices only for as long as it takes."""
+    update = in_view(view, function, donate_argnums=0, out_shardings=(places, None))
+    if not config.placement.offload.optimizer:
+        return update
+
+    def step(state, *inputs):
+        state, metrics = update(dataclasses.replace(state, opt_state=to_device(state.opt_state)), *inputs)
+        return _resting(config, state), metrics
+
+    return step
 
 
 def _from_home(update_critic: Callable[..., Any], views: Views) -> Callable[..., Any]:
