@@ -8,11 +8,14 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from etils import epath
+
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.config_json import config_from_json, family_of
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import DECODER_HEADS
 from rlhf_jax.models.parameters import anywhere, build_model
+from rlhf_jax.models.remote import is_remote, local_copy
 from rlhf_jax.models.weights import StoredWeights
 
 # No pickles, no code, no folders of other formats.
@@ -31,7 +34,8 @@ def load_model(
     """A model and its weights from a Hugging Face directory or hub name.
 
     Args:
-      name_or_dir: a directory with config.json and safetensors, otherwise a name on the Hugging Face hub.
+      name_or_dir: a directory, local or gs://, with config.json and safetensors; otherwise a name on the
+        Hugging Face hub.
       head: lm, value or score. A value or score head that the checkpoint lacks is made fresh, with a warning.
       dtype: type of the computation, float32 or bfloat16. Parameters are always float32.
       seed: of the fresh head.
@@ -65,8 +69,10 @@ def open_model(
 
 
 def model_directory(name_or_dir) -> pathlib.Path:
-    """The directory itself, or that of the hub's snapshot of this name."""
+    """The directory itself, a copy of a remote one, or that of the hub's snapshot of this name."""
     name = os.fspath(name_or_dir)
+    if is_remote(name):
+        return local_copy(name, HUB_FILES)
     path = pathlib.Path(name).expanduser()
     if name and path.is_dir():
         return path
@@ -89,8 +95,9 @@ def model_directory(name_or_dir) -> pathlib.Path:
 
 def read_hf_config(name_or_dir) -> dict[str, Any]:
     """config.json, whose key `rlhf_jax` holds what `export_model` was given as extra."""
-    path = model_directory(name_or_dir) / "config.json"
-    if not path.is_file():
+    name = os.fspath(name_or_dir)
+    path = (epath.Path(name) if is_remote(name) else model_directory(name)) / "config.json"
+    if not path.exists():
         raise InputError(f"{path} does not exist; give a directory with config.json and model.safetensors")
     return _read_json(path)
 
@@ -152,7 +159,7 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: pathlib.Path | epath.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:  # of JSON or of UTF-8

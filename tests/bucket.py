@@ -1,0 +1,33 @@
+"""gs:// on this disk: epath, and what is built on it, makes the calls that it would make to a bucket."""
+
+import os
+import pathlib
+
+from etils.epath import backend, gpath
+
+SCHEME = "gs://"
+
+
+def mount(monkeypatch, root: pathlib.Path):
+    """From here on gs://NAME is the folder `root`/NAME, for whatever goes through epath and nothing else."""
+
+    def on_disk(path):
+        text = os.fspath(path)
+        return f"{root}/{text.removeprefix(SCHEME)}" if text.startswith(SCHEME) else text
+
+    class Bucket:
+        def __getattr__(self, name):
+            method = getattr(backend.os_backend, name)
+            return lambda *paths, **options: method(*map(on_disk, paths), **options)
+
+        def rename(self, *_):
+            raise NotImplementedError("an object store renames nothing")
+
+        replace = rename
+
+    bucket = Bucket()
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", bucket)
+    monkeypatch.setattr(gpath, "_GCS_BACKENDS", gpath._GCS_BACKENDS | {bucket})
+    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+    # Orbax gives its paths to a C++ library by this name.
+    monkeypatch.setattr(gpath.PosixGPath, "as_posix", on_disk)
