@@ -83,14 +83,12 @@ def _program(move: Move) -> Callable[[jax.Array], Any] | None:
         return None
 
     def run(x):
-        x = jax.lax.bitcast_convert_type(x.astype(move.dtype), wire)
+        x = x.astype(move.dtype).view(wire)
         parts = [follow(x[i] if move.unstack else x, steps, grid.shape) for i in range(count)]
-        parts = [jax.lax.bitcast_convert_type(part, move.dtype) for part in parts]
-        return parts if move.unstack else parts[0]
+        return [part.view(move.dtype) for part in parts] if move.unstack else parts[0].view(move.dtype)
 
-    # Bits travel as integers: some backends widen collectives of bfloat16 to float32, twice the bytes.
-    floating = jnp.issubdtype(move.dtype, jnp.floating)
-    wire = jnp.dtype(f"uint{8 * move.dtype.itemsize}") if floating else move.dtype
+    # Two-byte types travel as integers: some backends widen their collectives to float32.
+    wire = jnp.dtype("uint16") if move.dtype.itemsize == 2 else move.dtype
     count = move.leaf.shape[0] if move.unstack else 1
     places = [landing] * count if move.unstack else landing
     specs = [landing.spec] * count if move.unstack else landing.spec
