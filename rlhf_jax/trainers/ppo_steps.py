@@ -37,6 +37,17 @@ from rlhf_jax.types import Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """A function that brings its arguments to where a jitted one wants them, and how that one is compiled."""
+
+    call: Callable[..., Any]
+    lower: Callable[..., jax.stages.Lowered]  # from shapes, those of the state in the devices' memory
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampler:
     """Responses from a policy: its parameters moved to the generation layout, then prefill and decode."""
 
@@ -119,17 +130,17 @@ def _of_rows(function: Callable[..., Any], view: View, home: View) -> Callable[.
     """
     if view.mesh == home.mesh:
         return in_view(view, function)
-    there = in_view(view, function, out_shardings=batch_sharding(view))
+    there: Any = in_view(view, function, out_shardings=batch_sharding(view))
 
     def visit(params, batch):
         return to_devices(there(params, to_devices(batch, batch_sharding(view))), batch_sharding(home))
 
-    return visit
+    return Step(visit, lambda params, batch: there.lower(params, placed_shapes(batch, batch_sharding(view))))
 
 
-def _fetching(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fetching(function: Any) -> Step:
     """(parameters in host memory, batch) -> results; their copy on the devices lives as long as the call."""
-    return lambda params, batch: function(to_device(params), batch)
+    return Step(lambda params, batch: function(to_device(params), batch), function.lower)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +250,7 @@ def _update(
     config: Config, function: Callable[..., Any], view: View, places: TrainState
 ) -> Callable[..., Any]:
     """An update of a state, jitted; an offloaded optimizer is on the devices only for as long as it takes."""
-    update = in_view(view, function, donate_argnums=0, out_shardings=(places, None))
+    update: Any = in_view(view, function, donate_argnums=0, out_shardings=(places, None))
     if not config.placement.offload.optimizer:
         return update
 
@@ -247,10 +258,10 @@ def _update(
         state, metrics = update(dataclasses.replace(state, opt_state=to_device(state.opt_state)), *inputs)
         return _resting(config, state), metrics
 
-    return step
+    return Step(step, update.lower)
 
 
-def _from_home(update_critic: Callable[..., Any], views: Views) -> Callable[..., Any]:
+def _from_home(update_critic: Any, views: Views) -> Callable[..., Any]:
     """The critic's update from an experience and a key that lie in the training view."""
     if views.critic.mesh == views.train.mesh:
         return update_critic
@@ -259,7 +270,11 @@ def _from_home(update_critic: Callable[..., Any], views: Views) -> Callable[...,
         experience = to_devices(experience, batch_sharding(views.critic))
         return update_critic(state, experience, jax.device_put(key, replicated(views.critic)))
 
-    return visit
+    def lower(state, experience, key):
+        experience = placed_shapes(experience, batch_sharding(views.critic))
+        return update_critic.lower(state, experience, placed_shapes(key, replicated(views.critic)))
+
+    return Step(visit, lower)
 
 
 def _optimizer(ppo: Ppo, peak: float, max_grad_norm: float, iterations: int):
