@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import logging
 import os
 import pathlib
@@ -140,6 +141,30 @@ def show_config(config: ConfigFile, settings: Overrides = None) -> None:
 
         for line in whole_parameters(resolved):
             print(f"# {line}")
+
+
+@app.command("plan")
+def plan_job(
+    config: ConfigFile,
+    settings: Overrides = None,
+    *,
+    topology: Annotated[
+        str,
+        typer.Option("--compile", metavar="TOPOLOGY", help="v5e:4x4, v5p:2x2x4, ... (needs libtpu), or host"),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object in place of tables")] = False,
+) -> None:
+    """Compile the programs of PPO for devices that need not be there: memory, collectives, does it fit."""
+    resolved = _read(config, settings)
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the compiler's seconds are asked for
+    if topology not in ("host", "cpu"):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # takes no accelerator from those who use it
+    _with_jax()
+    from rlhf_jax.planning import report as planning
+
+    with contextlib.nullcontext() if as_json else _narration():
+        found = planning.plan(resolved, topology)
+    print(json.dumps(planning.as_json(found)) if as_json else planning.as_text(found))
 
 
 @app.command()

@@ -1,7 +1,9 @@
 """The command line: help, exit codes, one line for wrong input."""
 
 import importlib
+import json
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from rlhf_jax.config import from_dict, load_config, to_yaml
 from rlhf_jax.errors import InputError
 from rlhf_jax.settings import Config
 
-COMMANDS = ("run", "sft", "reward", "ppo", "eval", "report", "export", "config", "generate", "env")
+COMMANDS = ("run", "sft", "reward", "ppo", "eval", "report", "export", "config", "plan", "generate", "env")
 JOBS = {"run": "run", "sft": "sft", "reward": "reward", "ppo": "ppo", "eval": "evaluate", "export": "export"}
 
 
@@ -107,6 +109,8 @@ def test_a_command_hands_the_resolved_configuration_to_its_job(command, called, 
         ("run",),
         ("rnu", "CONFIG"),
         ("run", "CONFIG", "--fast"),
+        ("plan", "CONFIG"),
+        ("plan", "CONFIG", "--compile", "v5e:4x4x4"),
     ],
     ids=" ".join,
 )
@@ -189,6 +193,31 @@ def test_generate_passes_model_prompt_and_sampling(called, monkeypatch, capsys):
     monkeypatch.setattr(rlhf_jax.rollout, "generate_text", answer, raising=False)
     assert run("generate", "m", "hello there", "rollout.temperature=0", "run.seed=7") == 0
     assert capsys.readouterr().out == "m hello there 0.0 7\n"
+
+
+QUICKSTART = str(pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+
+
+def test_plan_compiles_the_quickstart_for_the_devices_at_hand():
+    smaller = ["policy.shape.layers=1", "ppo.epochs=1", "ppo.minibatches=1"]
+    command = [sys.executable, "-m", "rlhf_jax", "plan", QUICKSTART, "--compile", "host", "--json", *smaller]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert [found["topology"], found["devices"], found["fits"]] == ["host", 8, None]
+    assert found["resident"].keys() == {"actor", "critic", "reference", "reward"}
+    assert [program["name"] for program in found["programs"]][-1] == "update_actor"
+
+
+def test_plan_prints_tables(called, config_file, monkeypatch, capsys):
+    from rlhf_jax.planning import report
+
+    monkeypatch.setattr(report, "plan", lambda config, topology: (config.ppo.lam, topology))
+    monkeypatch.setattr(report, "as_text", str)
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert run("plan", config_file, "--compile", "v5e:2x2") == 0
+    assert capsys.readouterr().out == "(0.9, 'v5e:2x2')\n"
 
 
 def test_env_lists_versions_and_devices(capsys):

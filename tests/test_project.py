@@ -125,7 +125,7 @@ def test_the_iteration_table_names_functions_that_are_there():
 @pytest.mark.parametrize("path", CONFIGS, ids=ids(CONFIGS))
 def test_configurations_are_valid_short_and_begin_with_their_command(path):
     lines = path.read_text().splitlines()
-    assert lines[0].startswith(f"# rlhf-jax run configs/{path.name}")
+    assert re.match(rf"# rlhf-jax (run|plan) configs/{path.name}\b", lines[0])
     assert len(lines) <= 45
     check(load_config(str(path), []))
 
@@ -182,6 +182,14 @@ def test_nothing_depends_on_torch_outside_its_extra():
         *(r for name in extras if name != "torch" for r in extras[name]),
     ]
     assert [requirement for requirement in others if requirement.startswith("torch")] == []
+
+
+def test_only_the_extras_for_tpus_ask_for_libtpu():
+    """Its terms are not this project's."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    asking = {name for name in extras if any("tpu" in requirement for requirement in extras[name])}
+    assert asking == {"tpu", "tpu-aot"}
+    assert not any("tpu" in requirement for requirement in PYPROJECT["project"]["dependencies"])
 
 
 def test_pre_commit_has_local_hooks_only():
