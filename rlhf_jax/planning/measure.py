@@ -17,8 +17,6 @@ from rlhf_jax.planning.programs import Job, Program
 
 log = logging.getLogger("rlhf_jax")
 
-HOST_MEMORY = ("pinned_host", "unpinned_host")
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -68,19 +66,13 @@ def measure(job: Job, only: Sequence[str] = ()) -> list[Figures]:
 
 
 def resident_bytes(tree: Any) -> collections.Counter[Any]:
-    """Bytes of placed shapes on each device that holds any, those in host memory left out."""
+    """Bytes of placed shapes on each device that holds any."""
     held = collections.Counter()
     for leaf in jax.tree.leaves(tree):
-        if leaf.sharding.memory_kind in HOST_MEMORY and leaf.sharding.memory_kind != _default_kind(leaf):
-            continue
         shard = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         for device in leaf.sharding.device_set:
             held[device] += shard.size * shard.dtype.itemsize
     return held
-
-
-def _default_kind(leaf: jax.ShapeDtypeStruct) -> str:
-    return next(iter(leaf.sharding.device_set)).default_memory().kind
 
 
 def _figures(program: Program, resident: collections.Counter[Any]) -> Figures:

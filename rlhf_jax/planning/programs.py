@@ -14,8 +14,10 @@ from rlhf_jax.checks import check_devices
 from rlhf_jax.planning.models import Described, describe_critic, describe_policy, describe_reward
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import make_views, placed_shapes
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
+from rlhf_jax.trainers.optimizer import TrainState
 from rlhf_jax.trainers.ppo import Statistics
 from rlhf_jax.trainers.ppo_setup import iteration_flops
 from rlhf_jax.trainers.ppo_steps import PpoSteps, make_policy_steps, make_ppo_steps
@@ -39,7 +41,7 @@ class Program:
 class Job:
     """What PPO keeps on the devices, what it runs, and how much work that is."""
 
-    resident: dict[str, Any]  # by role: ShapeDtypeStructs with shardings of what lies there all the time
+    resident: dict[str, Any]  # by role: what lies there all the time, as ShapeDtypeStructs with shardings
     programs: list[Program]  # in the order of an iteration
     reshard_bytes: int  # that the busiest device receives, counted from the two layouts
     flops: float | None  # of an iteration whose prompts and responses all have full length
@@ -56,27 +58,35 @@ def ppo_job(config: Config, devices: Sequence[Any]) -> Job:
     policy = describe_policy(config)
     reward = describe_reward(config, policy)
     critic = describe_critic(config, policy, reward)
+    check_offload(config, views)
     policy_steps = make_policy_steps(config, views, policy.module, policy.shapes, EOS_IDS)
     steps = make_ppo_steps(config, policy_steps, critic.module, critic.shapes)
+    reference = _placed(policy, views.reference)
     resident = {
-        "actor": steps.actor_state,
-        "critic": steps.critic_state,
-        "reference": _placed(policy, views.reference),
+        "actor": _resting(config, steps.actor_state),
+        "critic": _resting(config, steps.critic_state),
+        "reference": () if config.placement.offload.reference else reference,
     }
-    programs = _frozen_programs(config, steps, resident["reference"])
+    programs = _frozen_programs(config, steps, reference, resident["reference"])
     if reward is not None:
-        resident["reward"] = _placed(reward, views.reward)
-        programs.append(_score(config, reward, resident["reward"], views.reward))
+        params = _placed(reward, views.reward)
+        resident["reward"] = () if config.placement.offload.reward else params
+        programs.append(_score(config, reward, params, resident["reward"], views.reward))
     flops, rows = iteration_flops(config, policy.module, critic.module), np.ones(config.ppo.batch_size, int)
     return Job(
         resident=resident,
-        programs=programs + _learning_programs(config, steps),
+        programs=programs + _learning_programs(config, steps, resident),
         reshard_bytes=policy_steps.sampler.reshard.moved_bytes,
         flops=flops and flops(config.rollout.prompt_length * rows, config.rollout.response_length * rows),
     )
 
 
-def _frozen_programs(config: Config, steps: PpoSteps, reference: Any) -> list[Program]:
+def _resting(config: Config, state: TrainState) -> TrainState:
+    """What of a state is in the devices' memory between updates."""
+    return dataclasses.replace(state, opt_state=()) if config.placement.offload.optimizer else state
+
+
+def _frozen_programs(config: Config, steps: PpoSteps, reference: Any, resident: Any) -> list[Program]:
     """From the new actor to what actor, reference and critic say of its responses."""
     policy, actor, critic = steps.policy, steps.actor_state.params, steps.critic_state.params
     sampler, views = policy.sampler, policy.views
@@ -86,12 +96,12 @@ def _frozen_programs(config: Config, steps: PpoSteps, reference: Any) -> list[Pr
         Program("reshard", lambda: [(move, times) for _, move, times in sampler.reshard.programs()], actor),
         _once("generate", sampler.generate, sampler.shapes, prompts, key),
         _once("old_logprobs", policy.logprobs, actor, rollout, state=actor),
-        _once("reference_logprobs", policy.reference_logprobs, reference, rollout, state=reference),
+        _once("reference_logprobs", policy.reference_logprobs, reference, rollout, state=resident),
         _once("values", steps.values, critic, rollout, state=critic),
     ]
 
 
-def _score(config: Config, reward: Described, params: Any, view: View) -> Program:
+def _score(config: Config, reward: Described, params: Any, resident: Any, view: View) -> Program:
     """The reward model on the longest texts that it may meet."""
     P, T = config.rollout.prompt_length, config.rollout.response_length
     own_text = config.reward.model not in ("new", "policy")
@@ -100,10 +110,10 @@ def _score(config: Config, reward: Described, params: Any, view: View) -> Progra
     tokens = SHAPE((rows, width), jnp.int32, sharding=batch_sharding(view))
     mask = SHAPE((rows, width), jnp.bool_, sharding=batch_sharding(view))
     score = in_view(view, lambda params, tokens, mask: reward.module.apply({"params": params}, tokens, mask))
-    return _once("score", score, params, tokens, mask, state=params)
+    return _once("score", score, params, tokens, mask, state=resident)
 
 
-def _learning_programs(config: Config, steps: PpoSteps) -> list[Program]:
+def _learning_programs(config: Config, steps: PpoSteps, resident: dict[str, Any]) -> list[Program]:
     """From statistics to new parameters."""
     view = steps.policy.views.train
     rollout, key, rows = rollout_shapes(config, view), _key(view), batch_sharding(view)
@@ -115,8 +125,8 @@ def _learning_programs(config: Config, steps: PpoSteps) -> list[Program]:
     actor, critic = steps.actor_state, steps.critic_state
     return [
         _once("experience", steps.experience, rollout, statistics, kl_coef),
-        _once("update_critic", steps.update_critic, critic, experience, key, state=critic),
-        _once("update_actor", steps.update_actor, actor, experience, kl_coef, key, state=actor),
+        _once("update_critic", steps.update_critic, critic, experience, key, state=resident["critic"]),
+        _once("update_actor", steps.update_actor, actor, experience, kl_coef, key, state=resident["actor"]),
     ]
 
 

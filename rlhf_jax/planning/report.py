@@ -59,7 +59,7 @@ def plan(config: Config, topology: str, only: Sequence[str] = ()) -> Plan:
         memory_bytes=memory_of(devices[0]),
         peak_flops=chip and chip.peak_flops * len(devices),
         iteration_flops=job.flops,
-        resident={role: max(resident_bytes(tree).values()) for role, tree in job.resident.items()},
+        resident={role: max(resident_bytes(tree).values(), default=0) for role, tree in job.resident.items()},
         resident_together=max(resident_bytes(job.resident).values()),
         programs=measure(job, only),
         reshard_bytes=job.reshard_bytes,

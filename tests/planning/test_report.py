@@ -182,6 +182,24 @@ def test_roles_on_slices_of_their_own():
     assert update.peak == held[first] + update.beyond
 
 
+def test_what_is_offloaded_is_resident_no_longer_and_comes_for_its_program():
+    offload = [f"placement.offload.{what}=true" for what in ("reference", "reward", "optimizer")]
+    device = jax.devices()[0]
+    jobs = [ppo_job(configure(*more), jax.devices()) for more in ((), offload)]
+    here, away = ({role: resident_bytes(tree)[device] for role, tree in job.resident.items()} for job in jobs)
+    moments = 2 * here["reference"] + 8  # two per parameter of the actor, and two counters
+    assert away == {
+        "actor": here["actor"] - moments,
+        "critic": here["critic"] - (2 * resident_bytes(jobs[0].resident["critic"].params)[device] + 8),
+        "reference": 0,
+        "reward": 0,
+    }
+    names = ["reference_logprobs", "update_actor"]
+    (reference, update), (fetched, updated) = (measure(job, names) for job in jobs)
+    assert fetched.beyond == pytest.approx(reference.beyond + here["reference"], rel=0.01)
+    assert updated.beyond == pytest.approx(update.beyond + moments, rel=0.01)
+
+
 def test_shapes_lie_where_arrays_would():
     job = ppo_job(configure("placement.reference.tensor=4"), jax.devices())
     leaf = job.resident["reference"]["layers"]["mlp"]["up"]["kernel"]
