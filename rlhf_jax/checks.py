@@ -23,6 +23,7 @@ CHOICES = {
     "ppo.aggregation": ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean"),
     "ppo.kl_kind": ("k1", "k2", "k3", "abs"),
     "ppo.kl_placement": ("reward", "loss"),
+    "ppo.old_logprobs": ("auto", "rollout", "recompute"),
     "rollout.dtype": ("float32", "bfloat16"),
     "run.resume": ("auto", "never"),
 }

@@ -179,6 +179,11 @@ class Ppo:
     )
     reward_clip: float | None = option(None, "scores are clipped to ± this after standardisation; none: off")
     missing_eos_penalty: float = option(0.0, "subtracted from the score of a response that did not end")
+    old_logprobs: str = option(
+        "auto",
+        "the ratio's denominator: rollout (as sampled, no pass), recompute (a forward pass of the training "
+        "weights) or auto (rollout where sampling and training both compute in float32)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Statistics:
     """What the frozen models say of a rollout; fixed during its passes."""
 
     scores_B: jax.Array  # standardised
-    old_logprobs_BT: jax.Array
+    old_logprobs_BT: jax.Array | None  # of the policy that sampled, recomputed; None: as they were sampled
     ref_logprobs_BT: jax.Array
     values_BT: jax.Array
     final_values_B: jax.Array  # the critic after the last valid token
@@ -68,9 +68,16 @@ class Experience:
 def make_experience(
     rollout: Rollout, statistics: Statistics, kl_coef: jax.Array, *, ppo: Ppo
 ) -> tuple[Experience, Metrics]:
-    """Rewards, advantages and returns of a rollout."""
+    """Rewards, advantages and returns of a rollout.
+
+    The old log-probabilities are the denominator of the importance ratio, whose expectation is over the
+    distribution that was sampled from: those that came with the samples are exact. They are recomputed where
+    sampling rounds otherwise than training, so that the ratio begins at 1.
+    """
     mask_BT = rollout.mask_BT
-    kl_BT = kl_estimate(statistics.old_logprobs_BT, statistics.ref_logprobs_BT, ppo.kl_kind)
+    recomputed_BT = statistics.old_logprobs_BT
+    old_logprobs_BT = rollout.logprobs_BT if recomputed_BT is None else recomputed_BT
+    kl_BT = kl_estimate(old_logprobs_BT, statistics.ref_logprobs_BT, ppo.kl_kind)
     scores_B = statistics.scores_B - ppo.missing_eos_penalty * rollout.truncated_B
     if ppo.reward_clip is not None:
         scores_B = jnp.clip(scores_B, -ppo.reward_clip, ppo.reward_clip)
@@ -85,19 +92,22 @@ def make_experience(
         advantages_BT = masked_whiten(advantages_BT, mask_BT)
     experience = Experience(
         rollout=rollout,
-        old_logprobs_BT=statistics.old_logprobs_BT,
+        old_logprobs_BT=old_logprobs_BT,
         ref_logprobs_BT=statistics.ref_logprobs_BT,
         old_values_BT=statistics.values_BT,
         advantages_BT=advantages_BT,
         returns_BT=returns_BT,
     )
-    return experience, _rollout_metrics(rollout, statistics, rewards_BT, returns_BT)
+    metrics = _rollout_metrics(experience, statistics, rewards_BT)
+    if recomputed_BT is not None:
+        drift_BT = jnp.where(mask_BT, jnp.abs(rollout.logprobs_BT - recomputed_BT), 0.0)
+        metrics["rollout/logprob_diff_max"] = drift_BT.max()
+    return experience, metrics
 
 
-def _rollout_metrics(
-    rollout: Rollout, statistics: Statistics, rewards_BT: jax.Array, returns_BT: jax.Array
-) -> Metrics:
+def _rollout_metrics(experience: Experience, statistics: Statistics, rewards_BT: jax.Array) -> Metrics:
     """Metrics of the policy that sampled. Sums a response are averaged over the responses."""
+    rollout, returns_BT = experience.rollout, experience.returns_BT
     mask_BT = rollout.mask_BT
 
     def per_response(x_BT):
@@ -106,9 +116,8 @@ def _rollout_metrics(
     def variance(x_BT):
         return masked_mean((x_BT - masked_mean(x_BT, mask_BT)) ** 2, mask_BT)
 
-    k1_BT = kl_estimate(statistics.old_logprobs_BT, statistics.ref_logprobs_BT, "k1")
-    k3_BT = kl_estimate(statistics.old_logprobs_BT, statistics.ref_logprobs_BT, "k3")
-    drift_BT = jnp.where(mask_BT, jnp.abs(rollout.logprobs_BT - statistics.old_logprobs_BT), 0.0)
+    k1_BT = kl_estimate(experience.old_logprobs_BT, statistics.ref_logprobs_BT, "k1")
+    k3_BT = kl_estimate(experience.old_logprobs_BT, statistics.ref_logprobs_BT, "k3")
     unexplained = variance(returns_BT - statistics.values_BT) / jnp.maximum(variance(returns_BT), 1e-8)
     return {
         "reward/score_mean": statistics.scores_B.mean(),
@@ -119,7 +128,6 @@ def _rollout_metrics(
         "critic/vf_explained_var": 1.0 - unexplained,
         "response_length/mean": rollout.length_B.astype(jnp.float32).mean(),
         "response_length/clip_ratio": rollout.truncated_B.astype(jnp.float32).mean(),
-        "rollout/logprob_diff_max": drift_BT.max(),
     }
 
 

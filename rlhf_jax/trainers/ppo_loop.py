@@ -129,7 +129,7 @@ def iterate(
     generation_params = timed("reshard", policy.sampler.reshard, learner.actor.params)
     rollout = policy.to_train(timed("gen", policy.sampler.generate, generation_params, prompts, generate_key))
     del generation_params
-    old_logprobs_BT = timed("old", policy.logprobs, learner.actor.params, rollout)
+    old_logprobs_BT = timed("old", steps.old_logprobs, learner.actor.params, rollout)
     ref_logprobs_BT = timed("ref", policy.reference_logprobs, judge.reference_params, rollout)
     values_BT, final_values_B = timed("values", steps.values, learner.critic.params, rollout)
     texts = response_texts(judge.renderer, rollout)

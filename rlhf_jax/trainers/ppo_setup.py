@@ -20,7 +20,7 @@ from rlhf_jax.trainers.evaluate import Evaluator
 from rlhf_jax.trainers.inputs import Gold
 from rlhf_jax.trainers.ppo import Learner
 from rlhf_jax.trainers.ppo_loop import PpoTask
-from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps
+from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps, recomputes_old_logprobs
 from rlhf_jax.trainers.roles import LoadedModel, load_critic, place, same_rendering
 
 log = logging.getLogger("rlhf_jax")
@@ -121,17 +121,18 @@ def iteration_flops(
 ) -> Callable[[np.ndarray, np.ndarray], float] | None:
     """Model FLOPs of an iteration as a function of prompt and response lengths [B]; None for unknown modules.
 
-    Generation, old and reference log-probabilities are one forward pass of the actor each, values one of the
-    critic; each epoch is a forward and a backward pass, three forward passes' worth, of both. The reward
-    model is not counted.
+    Generation, reference log-probabilities and, where they are recomputed, old ones are one forward pass of
+    the actor each, values one of the critic; each epoch is a forward and a backward pass, three forward
+    passes' worth, of both. The reward model is not counted.
     """
     if not (hasattr(actor, "config") and hasattr(critic, "config")):
         return None
     passes = 3 * config.ppo.epochs
+    scoring = 3 if recomputes_old_logprobs(config, actor) else 2
 
     def flops(prompt_lengths_B: np.ndarray, lengths_B: np.ndarray) -> float:
         whole_B = prompt_lengths_B + lengths_B
         actor_flops = forward_flops(actor.config, whole_B, unembed_positions=int(lengths_B.sum()))
-        return float((3 + passes) * actor_flops + (1 + passes) * forward_flops(critic.config, whole_B))
+        return float((scoring + passes) * actor_flops + (1 + passes) * forward_flops(critic.config, whole_B))
 
     return flops

@@ -143,11 +143,25 @@ def _fetching(function: Any) -> Step:
     return Step(lambda params, batch: function(to_device(params), batch), function.lower)
 
 
+def recomputes_old_logprobs(config: Config, model: nn.Module) -> bool:
+    """True where the policy's log-probabilities at a rollout are those of a forward pass of their own.
+
+    Under `auto` that is wherever sampling may round otherwise than training: in another type than float32, or
+    in a module that does not say in which it computes.
+    """
+    if config.ppo.old_logprobs != "auto":
+        return config.ppo.old_logprobs == "recompute"
+    trains = getattr(model, "dtype", None)
+    samples = trains if config.rollout.dtype is None else config.rollout.dtype
+    return None in (trains, samples) or not jnp.dtype(trains) == jnp.dtype(samples) == jnp.float32
+
+
 @dataclasses.dataclass(frozen=True)
 class PpoSteps:
     """The functions that learn, from batches of the training view. States that are replaced are donated."""
 
     policy: PolicySteps
+    old_logprobs: Callable[[Any, Rollout], jax.Array | None]  # None: those that the rollout came with
     values: Callable[[Any, Rollout], tuple[jax.Array, jax.Array]]  # -> values_BT, final_values_B
     experience: Callable[..., Any]  # (rollout, statistics, kl_coef) -> (experience, metrics)
     update_actor: Callable[..., Any]  # (state, experience, kl_coef, shuffle_key) -> (state, metrics)
@@ -226,8 +240,10 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
             iteration=jax.device_put(np.int32(0), everywhere),
         )
 
+    recomputes = recomputes_old_logprobs(config, actor)
     return PpoSteps(
         policy=policy,
+        old_logprobs=policy.logprobs if recomputes else lambda params, rollout: None,
         values=_of_rows(functools.partial(response_values, critic), views.critic, views.train),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
         update_actor=_update(config, update_actor, views.train, actor_places),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from rlhf_jax.config import load_config
 from rlhf_jax.losses import kl_estimate
 from rlhf_jax.losses.masked import counts
 from rlhf_jax.models.configs import TransformerConfig
+from rlhf_jax.models.flops import forward_flops
 from rlhf_jax.models.parameters import init_model
 from rlhf_jax.models.weights import FreshWeights
 from rlhf_jax.rollout.score import response_logprobs, response_values
@@ -27,7 +29,8 @@ from rlhf_jax.trainers.ppo import (
     minibatch_order,
     passes,
 )
-from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps
+from rlhf_jax.trainers.ppo_setup import iteration_flops
+from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps, recomputes_old_logprobs
 from rlhf_jax.trainers.roles import LoadedModel, load_critic, place, shardings_of
 from rlhf_jax.types import Rollout
 
@@ -171,7 +174,7 @@ def one_iteration(config, devices=None):
     rollout = policy.to_train(
         policy.sampler.generate(policy.sampler.reshard(learner.actor.params), prompts, jax.random.key(0))
     )
-    old = policy.logprobs(learner.actor.params, rollout)
+    old = steps.old_logprobs(learner.actor.params, rollout)
     ref = policy.reference_logprobs(reference, rollout)
     values, final = steps.values(learner.critic.params, rollout)
     scores = (rollout.response_BT * rollout.mask_BT).sum(-1) / 50.0
@@ -228,7 +231,7 @@ def test_generation_in_bfloat16_changes_what_is_sampled_and_not_what_is_learnt_f
 
 def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero():
     """Old and new log-probabilities differed at equal weights."""
-    result = on_one_device()
+    result = on_one_device("ppo.old_logprobs=recompute")
     experience, mask = result["experience"], result["rollout"].mask_BT
     model, params = actor()
     again, _ = response_logprobs(model, params, result["rollout"], temperature=0.8)
@@ -236,6 +239,42 @@ def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero():
     np.testing.assert_allclose(ratio, 1.0, atol=1e-5)  # float32 rounding of two compilations
     np.testing.assert_allclose(result["metrics"]["reward/kl"], 0.0, atol=1e-4)
     assert result["metrics"]["rollout/logprob_diff_max"] <= 1e-4
+
+
+def test_sampled_log_probabilities_teach_what_recomputed_ones_do():
+    """In float32 they are the same numbers, and a forward pass is saved."""
+    sampled, recomputed = on_one_device(), on_one_device("ppo.old_logprobs=recompute")
+    np.testing.assert_array_equal(sampled["experience"].old_logprobs_BT, sampled["rollout"].logprobs_BT)
+    drift = recomputed["metrics"]["rollout/logprob_diff_max"]
+    assert 0 < drift <= 1e-4  # two programs, and not one array twice
+    assert "rollout/logprob_diff_max" not in sampled["metrics"]
+    assert_equal_runs(recomputed, sampled)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "recomputes"),
+    [
+        ((), "float32", False),
+        (("rollout.dtype=bfloat16",), "float32", True),
+        ((), "bfloat16", True),
+        (("rollout.dtype=float32",), "bfloat16", True),
+        (("ppo.old_logprobs=rollout",), "bfloat16", False),
+        (("ppo.old_logprobs=recompute",), "float32", True),
+    ],
+    ids=["float32", "samples in bfloat16", "bfloat16", "trains in bfloat16", "as sampled", "recomputed"],
+)
+def test_when_old_log_probabilities_are_recomputed(overrides, dtype, recomputes):
+    model = actor()[0].clone(dtype=jnp.dtype(dtype))
+    config = configure(*overrides)
+    assert recomputes_old_logprobs(config, model) == recomputes
+    assert recomputes_old_logprobs(config, nn.Dense(1)) == (config.ppo.old_logprobs != "rollout")
+    # a prompt of 3 tokens and a response of 2: generation, reference and perhaps old, three for each epoch
+    lengths = np.array([3]), np.array([2])
+    one = forward_flops(SHAPE, [5], unembed_positions=2)
+    value = forward_flops(SHAPE, [5])
+    flops = iteration_flops(config, model, critic()[0])
+    assert flops is not None
+    assert flops(*lengths) == (2 + recomputes + 6) * one + 7 * value
 
 
 def test_optimizer_steps_are_epochs_times_minibatches():
