@@ -200,8 +200,8 @@ class Rollout:
     top_p: float = option(1.0, "sample among the likeliest tokens that hold this much probability; 1: all")
     dtype: str | None = option(
         None,
-        "type that generation computes in, float32 or bfloat16; weights are cast before they move. PPO's "
-        "log-probabilities are those of the training weights all the same. none: no cast, policy.dtype",
+        "type that generation computes in, float32 or bfloat16; weights are cast before they move, and "
+        "ppo.old_logprobs=auto recomputes what bfloat16 rounds. none: no cast, policy.dtype",
     )
 
 
