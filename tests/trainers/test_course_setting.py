@@ -75,7 +75,8 @@ def finished(tmp_path_factory):
             f"data.train={folder / 'train.jsonl'}", f"data.validation={folder / 'test.jsonl'}",
             "data.first_turn=false", "reward.max_length=128", "reward.eval_every=2", "reward.batch_size=8",
             "ppo.old_logprobs=recompute", "ppo.iterations=2", "ppo.batch_size=16", "eval.prompts=8",
-            "eval.batch_size=8", "eval.every=1", "rollout.prompt_length=64", "rollout.response_length=8", f"run.dir={folder / 'run'}",
+            "eval.batch_size=8", "eval.every=1", "rollout.prompt_length=64", "rollout.response_length=8",
+            f"run.dir={folder / 'run'}",
         ],
     )  # fmt: skip
     pipeline.run(config)
