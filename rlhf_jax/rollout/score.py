@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.losses import chunked_logprobs, entropy_from_logits, token_logprobs
+from rlhf_jax.sharding.rules import batch_shards
 from rlhf_jax.types import Rollout
 
-CHUNK = 128  # tokens whose logits exist at once
+CHUNK = 128  # tokens whose logits exist at once on a device; each chunk gathers a sharded unembedding anew
 
 
 def response_logprobs(
@@ -40,7 +41,11 @@ def response_logprobs(
         return model.apply({"params": params}, hidden, method="unembed")
 
     return chunked_logprobs(
-        hidden_BSD[:, P - 1 :], unembed, rollout.response_BT, temperature=temperature, chunk=CHUNK
+        hidden_BSD[:, P - 1 :],
+        unembed,
+        rollout.response_BT,
+        temperature=temperature,
+        chunk=CHUNK * batch_shards(),
     )
 
 

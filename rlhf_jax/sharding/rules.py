@@ -131,6 +131,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(view.mesh, partition(view, axes, x.shape)))
 
 
+def batch_shards() -> int:
+    """Over how many groups of devices the rows of a batch are split in this `sharding_scope`; outside, 1."""
+    view = _scope.get()
+    return 1 if view is None else view.batch_shards
+
+
 def in_view(view: View, function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
     """`function`, jitted, its activations constrained to this view."""
 

@@ -24,7 +24,7 @@ from rlhf_jax.rollout.score import CHUNK
 from rlhf_jax.settings import Run, Sft
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.processes import put
-from rlhf_jax.sharding.rules import batch_sharding, in_view
+from rlhf_jax.sharding.rules import batch_sharding, batch_shards, in_view
 from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.supervised import SupervisedTask, train_supervised
 from rlhf_jax.trainers.timing import CompileClock
@@ -84,7 +84,7 @@ def sft_loss(
         return model.apply({"params": params}, hidden, method="unembed")
 
     logprobs_BT, _ = chunked_logprobs(
-        hidden_BTD, unembed, batch.tokens_BT[:, 1:], temperature=1.0, chunk=CHUNK
+        hidden_BTD, unembed, batch.tokens_BT[:, 1:], temperature=1.0, chunk=CHUNK * batch_shards()
     )
     weights_BT = token_weights(batch.target_BT[:, 1:], "token_mean", **denominator, dtype=logprobs_BT.dtype)
     return -weighted_sum(logprobs_BT, weights_BT), {}

@@ -1,13 +1,17 @@
 """Where values and log-probabilities of a response are read, and what a reward model is shown."""
 
+import contextlib
 import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlhf_jax.rollout.score import response_logprobs, response_values, with_final_eos
+from rlhf_jax.sharding.mesh import training_view
+from rlhf_jax.sharding.rules import sharding_scope
 from rlhf_jax.types import Rollout
 
 from . import tiny
@@ -91,6 +95,18 @@ def test_chunked_log_probabilities_equal_those_of_whole_logits(monkeypatch):
     for a, b in zip(chunked, straight, strict=True):
         # The same sums over other shapes, of logits of about 10.
         np.testing.assert_allclose(np.asarray(a)[mask], np.asarray(b)[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize(("fsdp", "chunks"), [(None, 4), (1, 4), (2, 2), (4, 1)])
+def test_a_chunk_is_of_so_many_tokens_on_each_device(monkeypatch, fsdp, chunks):
+    """Each chunk gathers a sharded unembedding: chunks of few tokens on many devices moved little else."""
+    monkeypatch.setattr("rlhf_jax.rollout.score.CHUNK", 8)
+    rollout = rollout_of(tiny.ROWS[:4], [[5, 6, 7, 8]] * 4, 8, [False] * 4)
+    view = fsdp and training_view({"data": 1, "fsdp": fsdp, "tensor": 1}, jax.devices()[:fsdp])
+    with sharding_scope(view) if view else contextlib.nullcontext():
+        read = functools.partial(response_logprobs, tiny.MODEL, temperature=1.0)
+        steps = jax.make_jaxpr(read)(tiny.PARAMS, rollout).eqns
+    assert [step.params["length"] for step in steps if step.primitive.name == "scan"][-1] == chunks
 
 
 def test_the_eos_is_appended_to_truncated_responses_only():
