@@ -20,7 +20,12 @@ from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import TrainState
 from rlhf_jax.trainers.ppo import Statistics
 from rlhf_jax.trainers.ppo_setup import iteration_flops
-from rlhf_jax.trainers.ppo_steps import PpoSteps, make_policy_steps, make_ppo_steps
+from rlhf_jax.trainers.ppo_steps import (
+    PpoSteps,
+    make_policy_steps,
+    make_ppo_steps,
+    recomputes_old_logprobs,
+)
 from rlhf_jax.trainers.roles import shardings_of
 from rlhf_jax.types import Prompts, Rollout
 
@@ -92,13 +97,15 @@ def _frozen_programs(config: Config, steps: PpoSteps, reference: Any, resident: 
     sampler, views = policy.sampler, policy.views
     rollout, key = rollout_shapes(config, views.train), _key(views.generate)
     prompts = _prompt_shapes(config, views.generate)
-    return [
+    programs = [
         Program("reshard", lambda: [(move, times) for _, move, times in sampler.reshard.programs()], actor),
         _once("generate", sampler.generate, sampler.shapes, prompts, key),
         _once("old_logprobs", policy.logprobs, actor, rollout, state=actor),
         _once("reference_logprobs", policy.reference_logprobs, reference, rollout, state=resident),
         _once("values", steps.values, critic, rollout, state=critic),
     ]
+    recomputes = recomputes_old_logprobs(config, policy.model)
+    return [program for program in programs if recomputes or program.name != "old_logprobs"]
 
 
 def _score(config: Config, reward: Described, params: Any, resident: Any, view: View) -> Program:
@@ -119,7 +126,8 @@ def _learning_programs(config: Config, steps: PpoSteps, resident: dict[str, Any]
     rollout, key, rows = rollout_shapes(config, view), _key(view), batch_sharding(view)
     per_token, per_row = rollout.logprobs_BT, SHAPE(rollout.truncated_B.shape, jnp.float32, sharding=rows)
     kl_coef = SHAPE((), jnp.float32, sharding=replicated(view))
-    statistics = Statistics(per_row, per_token, per_token, per_token, per_row)
+    old = per_token if recomputes_old_logprobs(config, steps.policy.model) else None
+    statistics = Statistics(per_row, old, per_token, per_token, per_row)
     experience, _ = jax.eval_shape(steps.experience, rollout, statistics, kl_coef)
     experience = placed_shapes(experience, rows)
     actor, critic = steps.actor_state, steps.critic_state

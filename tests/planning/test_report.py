@@ -30,7 +30,6 @@ TINY = [
 PROGRAMS = [
     "reshard",
     "generate",
-    "old_logprobs",
     "reference_logprobs",
     "values",
     "score",
@@ -72,12 +71,18 @@ def test_an_iteration_is_these_programs():
     by_function = ppo_job(configure("reward.function=a:b"), jax.devices())
     assert [program.name for program in by_function.programs] == [n for n in PROGRAMS if n != "score"]
     assert set(by_function.resident) == {"actor", "critic", "reference"}
+    recomputing = ppo_job(configure("ppo.old_logprobs=recompute"), jax.devices())
+    assert [program.name for program in recomputing.programs] == [
+        *PROGRAMS[:2],
+        "old_logprobs",
+        *PROGRAMS[2:],
+    ]
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("reshard", "update_actor")])
-def test_every_program_lowers(name):
-    (program,) = [p for p in ppo_job(configure(), jax.devices()).programs if p.name == name]
-    assert all(lowered.as_text() and times == 1 for lowered, times in program.lower())
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
+def test_every_program_lowers(old_logprobs):
+    for program in ppo_job(configure(f"ppo.old_logprobs={old_logprobs}"), jax.devices()).programs:
+        assert all(lowered.as_text() and times > 0 for lowered, times in program.lower())
 
 
 def test_the_reshard_moves_what_was_counted(tiny):
