@@ -37,7 +37,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         """data.limit sft.batch_size sft.micro_batch_size sft.eval_every reward.epochs reward.batch_size
         reward.micro_batch_size reward.eval_every ppo.iterations ppo.batch_size ppo.epochs
         ppo.minibatches ppo.micro_batch_size rollout.prompt_length rollout.response_length eval.prompts
-        eval.samples eval.batch_size run.save_every run.keep run.max_bad_steps""",
+        rollout.slots eval.samples eval.batch_size run.save_every run.keep run.max_bad_steps""",
     ),
     ("at least 2", lambda x: x >= 2, "sft.max_length reward.max_length"),
     (

@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "sft.micro_batch_size",
         "reward.micro_batch_size",
         "ppo.micro_batch_size",
+        "rollout.slots",
         "eval.batch_size",
     }
 )

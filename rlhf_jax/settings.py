@@ -198,6 +198,11 @@ class Rollout:
     )
     top_k: int = option(0, "sample among this many likeliest tokens; 0: all")
     top_p: float = option(1.0, "sample among the likeliest tokens that hold this much probability; 1: all")
+    slots: int | None = option(
+        None,
+        "responses generated at the same time, over all devices: waiting prompts take the place of responses "
+        "that end; none: all of a batch, until the longest ends",
+    )
     dtype: str | None = option(
         None,
         "type that generation computes in, float32 or bfloat16; weights are cast before they move, and "
@@ -211,7 +216,7 @@ class Eval:
 
     prompts: int = option(128, "held-out prompts")
     samples: int = option(1, "responses a prompt")
-    batch_size: int = option(32, "responses generated at once")
+    batch_size: int = option(32, "responses a batch")
     every: int = option(
         0, "PPO iterations between evaluations, by which the best policy is kept; 0: only at the end"
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.models.configs import Rope
+from rlhf_jax.models.kv_cache import write_slot
 from rlhf_jax.models.layers import Linear
 
 MASKED = -1e30  # finite, so that a row with nothing to attend to averages and has finite gradients
@@ -120,8 +121,6 @@ class Attention(nn.Module):
     def decode(self, x_BTD, turn, cached, mask_BS, slot_B):
         """(output_BTD, cached) for one token a row (T = 1), whose key and value are written at slot_B."""
         q, k, v = self.project(x_BTD, turn)
-        rows = jnp.arange(x_BTD.shape[0])
-        k_BKSE = cached[0].at[rows, :, slot_B].set(k[:, 0].astype(cached[0].dtype))
-        v_BKSE = cached[1].at[rows, :, slot_B].set(v[:, 0].astype(cached[1].dtype))
+        k_BKSE, v_BKSE = write_slot(cached[0], slot_B, k[:, 0]), write_slot(cached[1], slot_B, v[:, 0])
         out = attend_cached(q[:, 0], k_BKSE, v_BKSE, mask_BS)
         return self.o(out[:, None]), (k_BKSE, v_BKSE)

@@ -24,11 +24,22 @@ class KVCache:
 
     def advance(self) -> KVCache:
         """The cache with the next slot open to attention and the counters moved on."""
-        rows = jnp.arange(self.slot_B.shape[0])
-        mask_BS = self.mask_BS.at[rows, self.slot_B].set(True)
+        mask_BS = jax.vmap(lambda mask_S, slot: mask_S.at[slot].set(True))(self.mask_BS, self.slot_B)
         return dataclasses.replace(
             self, mask_BS=mask_BS, slot_B=self.slot_B + 1, position_B=self.position_B + 1
         )
+
+
+def write_slot(x_BKSE, slot_B, new_BKE):
+    """The buffer with one more token a row; nothing changes in a row whose slot is past its end.
+
+    A `vmap` over rows, since indices that name the rows would have each device collect all rows' tokens.
+    """
+
+    def write(x_KSE, slot, new_KE):
+        return x_KSE.at[:, slot].set(new_KE.astype(x_KSE.dtype), mode="drop")
+
+    return jax.vmap(write)(x_BKSE, slot_B, new_BKE)
 
 
 def fill_cache(pairs, mask_BP, length: int) -> KVCache:

@@ -6,19 +6,25 @@ same distribution for a fraction of the work, and makes a row's sample independe
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 BLOCK = 256  # the distribution function is searched in two levels: among blocks, then inside one
 
 
-def row_uniforms(key: jax.Array, row_B: jax.Array, t: jax.Array) -> jax.Array:
-    """A uniform number in [0, 1) for each row at response position t; it depends on (key, row, t) alone."""
+def row_uniforms(key: jax.Array, row_B: jax.Array, t_B: jax.Array) -> jax.Array:
+    """A uniform number in [0, 1) for each row at its response position; it depends on (key, row, t) alone.
 
-    def uniform(row):
+    Args:
+      t_B: response positions, or one for all rows.
+    """
+
+    def uniform(row, t):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), t))
 
-    return jax.vmap(uniform)(row_B)
+    return jax.vmap(uniform)(row_B, jnp.broadcast_to(t_B, row_B.shape))
 
 
 def truncate(logits_BV: jax.Array, *, top_k: int = 0, top_p: float = 1.0) -> jax.Array:
@@ -91,3 +97,20 @@ def sample(
         token_B = invert_cdf(truncate(logits_BV, top_k=top_k, top_p=top_p), uniform_B)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """`sample` with its settings, and which tokens end a response."""
+
+    eos_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __call__(self, logits_BV: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(token_B, logprob_B, eos_B); eos_B is True where the token ends the response."""
+        token_B, logprob_B = sample(
+            logits_BV, uniform_B, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
+        )
+        return token_B, logprob_B, jnp.isin(token_B, jnp.asarray(self.eos_ids, jnp.int32))

@@ -14,7 +14,8 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.models.configs import check_length
 from rlhf_jax.models.huggingface import eos_token_ids, load_model, load_tokenizer
 from rlhf_jax.models.parameters import unstack_layers
-from rlhf_jax.rollout.generate import decoder_for, generate
+from rlhf_jax.rollout.decoder import decoder_for
+from rlhf_jax.rollout.generate import generate
 from rlhf_jax.settings import Rollout as RolloutSettings
 from rlhf_jax.types import Prompts
 

@@ -131,6 +131,16 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(view.mesh, partition(view, axes, x.shape)))
 
 
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """`x`, its first axis split as batches are; where its other axes lie is left to the compiler."""
+    view = _scope.get()
+    if view is None or view.mesh.size == 1:
+        return x
+    rows = partition(view, ("batch",), x.shape[:1])
+    rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(view.mesh, PartitionSpec(*rows, *rest)))
+
+
 def batch_shards() -> int:
     """Over how many groups of devices the rows of a batch are split in this `sharding_scope`; outside, 1."""
     view = _scope.get()

@@ -14,7 +14,8 @@ import numpy as np
 
 from rlhf_jax.losses import adaptive_kl_coef
 from rlhf_jax.models.parameters import unstack_layers
-from rlhf_jax.rollout.generate import decoder_for, generate
+from rlhf_jax.rollout.decoder import decoder_for
+from rlhf_jax.rollout.generate import generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
@@ -80,6 +81,7 @@ def make_sampler(
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
+        slots=settings.slots,
     )
     return Sampler(
         reshard=reshard,

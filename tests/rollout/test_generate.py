@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models import unstack_layers
-from rlhf_jax.rollout.generate import Decoder, generate
+from rlhf_jax.rollout.decoder import Decoder
+from rlhf_jax.rollout.generate import generate
 from rlhf_jax.rollout.score import response_logprobs
 
 from . import tiny

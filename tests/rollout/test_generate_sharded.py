@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models import logical_axes, unstack_layers
-from rlhf_jax.rollout.generate import decoder_for, generate
+from rlhf_jax.rollout.decoder import decoder_for
+from rlhf_jax.rollout.generate import generate
 from rlhf_jax.sharding.mesh import regroup, training_view
 from rlhf_jax.sharding.reshard import make_reshard
 from rlhf_jax.sharding.rules import batch_sharding, in_view, parameter_shardings

@@ -10,7 +10,8 @@ import numpy as np
 from rlhf_jax.data.batches import pad_rows
 from rlhf_jax.models import Rope, Transformer, TransformerConfig, unstack_layers
 from rlhf_jax.models.parameters import shapes
-from rlhf_jax.rollout.generate import decoder_for, generate
+from rlhf_jax.rollout.decoder import decoder_for
+from rlhf_jax.rollout.generate import generate
 from rlhf_jax.rollout.sampling import row_uniforms
 from rlhf_jax.types import Prompts
 

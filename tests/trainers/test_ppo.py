@@ -19,6 +19,7 @@ from rlhf_jax.models.weights import FreshWeights
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Ppo
 from rlhf_jax.sharding.placement import make_views
+from rlhf_jax.trainers import ppo_steps
 from rlhf_jax.trainers.evaluate import prompt_batch
 from rlhf_jax.trainers.optimizer import init_state, make_optimizer, make_schedule, state_shardings
 from rlhf_jax.trainers.ppo import (
@@ -212,6 +213,22 @@ def test_the_steps_describe_the_arrays_that_they_take():
         for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
             assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
             assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+def test_sampling_goes_by_the_settings(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(ppo_steps, "generate", lambda *_, **settings: asked.update(settings))
+    config = configure("rollout.top_k=7", "rollout.top_p=0.9", "rollout.slots=3")
+    policy = make_policy_steps(config, make_views(config), *actor(), eos_ids=[3, 5])
+    policy.sampler.generate(None, None, None)
+    assert asked == {
+        "response_length": T,
+        "eos_ids": (3, 5),
+        "temperature": 0.8,
+        "top_k": 7,
+        "top_p": 0.9,
+        "slots": 3,
+    }
 
 
 @functools.cache
