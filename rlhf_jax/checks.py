@@ -45,6 +45,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x >= 0,
         """sft.epochs sft.learning_rate sft.weight_decay reward.margin reward.centering_coef
         reward.learning_rate reward.weight_decay critic.learning_rate critic.warmup_iterations
+        critic.coef
         ppo.learning_rate ppo.warmup_iterations ppo.weight_decay ppo.kl_coef ppo.entropy_coef
         ppo.missing_eos_penalty rollout.temperature rollout.top_k eval.every run.profile_every run.profile""",
     ),
@@ -94,6 +95,7 @@ def check(config: Config, *, training: bool = True) -> None:
     _check_lengths(config)
     if training:
         _check_ppo(config)
+        _check_shared_critic(config)
     for role, layout in layouts(config).items():
         check_layout(role, layout)
 
@@ -222,4 +224,20 @@ def _check_ppo(config: Config) -> None:
     if ppo.warmup_iterations > ppo.iterations:
         raise InputError(
             f"ppo.warmup_iterations={ppo.warmup_iterations} exceeds ppo.iterations={ppo.iterations}; lower it"
+        )
+
+
+def _check_shared_critic(config: Config) -> None:
+    critic, placement = config.critic, config.placement
+    if not critic.shared:
+        return
+    if critic.init != "policy":
+        raise InputError(
+            f"critic.shared=true has the policy's trunk, and critic.init={critic.init} gives another; "
+            "use critic.init=policy or critic.shared=false"
+        )
+    if placement.critic not in (None, placement.train):
+        raise InputError(
+            "critic.shared=true lies where the policy is trained; leave placement.critic out, or make it "
+            "equal to placement.train"
         )

@@ -124,10 +124,19 @@ class Critic:
         "policy",
         "weights it starts from: policy (fresh head), reward (same tokenizer needed), or a directory",
     )
+    shared: bool = option(
+        False,
+        "a value head on the policy's own trunk: one pass gives log-probabilities and values, and one "
+        "backward pass of policy loss + coef * value loss teaches both. The head has critic.learning_rate, "
+        "the trunk ppo.learning_rate",
+    )
+    coef: float = option(0.1, "weight of the value loss in the trunk's gradient, where the trunk is shared")
     learning_rate: float = option(
         1e-5, "peak learning rate of the critic's AdamW; the field's default is ten times the actor's"
     )
-    warmup_iterations: int = option(0, "first iterations in which only the critic learns")
+    warmup_iterations: int = option(
+        0, "first iterations in which only the critic learns; of a shared one its head"
+    )
     max_grad_norm: float = option(1.0, "the critic's gradients are scaled down to this global norm")
 
 

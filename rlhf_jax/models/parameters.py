@@ -98,6 +98,14 @@ def stack_layers(params: Mapping) -> dict:
     return rest | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in names))}
 
 
+def like(part: Mapping, whole: Mapping) -> dict:
+    """The entries of `whole` at the places that `part` has."""
+    return {
+        name: like(value, whole[name]) if isinstance(value, Mapping) else whole[name]
+        for name, value in part.items()
+    }
+
+
 def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     """Leaves of a nested dict by paths like layers/mlp/up/kernel."""
     flat: dict[str, Any] = {}

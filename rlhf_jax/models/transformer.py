@@ -131,6 +131,10 @@ class Transformer(nn.Module):
             raise ValueError(f"a model with head {self.head!r} has no logits; load it with head='lm'")
         return self.embed.attend(hidden_BTD) if self.config.tied else self.unembedding(hidden_BTD)
 
+    def values(self, hidden_BTD):
+        """Float32 values of hidden states, which may be those of another model with the same trunk."""
+        return self.scalar(hidden_BTD)
+
     def prefill(self, tokens_BP, mask_BP, cache_length: int):
         """(float32 logits_BV of each row's last valid token, cache of cache_length slots with P written)."""
         x, turn, mask_BP = self._embed(tokens_BP, mask_BP, cache_length)

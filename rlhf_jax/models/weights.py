@@ -109,6 +109,20 @@ class TrunkWeights:
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadWeights:
+    """A fresh head alone: the rest of its model is some other model's trunk."""
+
+    head: FreshWeights
+
+    @property
+    def shapes(self) -> dict:
+        return {"head": self.head.shapes["head"]}
+
+    def read(self, shardings: dict) -> dict:
+        return self.head.read(shardings)
+
+
+@dataclasses.dataclass(frozen=True)
 class ArrayWeights:
     """Those that the caller holds in memory."""
 

@@ -55,7 +55,8 @@ def describe_critic(config: Config, policy: Described, reward: Described | None)
     """The value function, by critic.init."""
     init, remat = config.critic.init, policy.module.remat
     if init == POLICY:
-        return _described(policy.module.clone(head="value"))
+        whole = _described(policy.module.clone(head="value"))
+        return Described(whole.module, {"head": whole.shapes["head"]}) if config.critic.shared else whole
     if init != "reward":
         described = _read(init, "value", policy.module.dtype)
         return dataclasses.replace(described, module=described.module.clone(remat=remat))

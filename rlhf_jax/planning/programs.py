@@ -27,6 +27,7 @@ from rlhf_jax.trainers.ppo_steps import (
     recomputes_old_logprobs,
 )
 from rlhf_jax.trainers.roles import shardings_of
+from rlhf_jax.trainers.shared_critic import Pair
 from rlhf_jax.types import Prompts, Rollout
 
 SHAPE: Any = jax.ShapeDtypeStruct  # stands where records expect arrays
@@ -97,15 +98,19 @@ def _frozen_programs(config: Config, steps: PpoSteps, reference: Any, resident: 
     sampler, views = policy.sampler, policy.views
     rollout, key = rollout_shapes(config, views.train), _key(views.generate)
     prompts = _prompt_shapes(config, views.generate)
-    programs = [
+    if steps.shared is not None:
+        both = actor, critic
+        judging = [_once("values", steps.shared.judge, *both, rollout, state=both)]
+    else:
+        judging = [_once("values", steps.values, critic, rollout, state=critic)]
+        if recomputes_old_logprobs(config, policy.model):
+            judging.insert(0, _once("old_logprobs", policy.logprobs, actor, rollout, state=actor))
+    return [
         Program("reshard", lambda: [(move, times) for _, move, times in sampler.reshard.programs()], actor),
         _once("generate", sampler.generate, sampler.shapes, prompts, key),
-        _once("old_logprobs", policy.logprobs, actor, rollout, state=actor),
+        *judging,
         _once("reference_logprobs", policy.reference_logprobs, reference, rollout, state=resident),
-        _once("values", steps.values, critic, rollout, state=critic),
     ]
-    recomputes = recomputes_old_logprobs(config, policy.model)
-    return [program for program in programs if recomputes or program.name != "old_logprobs"]
 
 
 def _score(config: Config, reward: Described, params: Any, resident: Any, view: View) -> Program:
@@ -131,6 +136,12 @@ def _learning_programs(config: Config, steps: PpoSteps, resident: dict[str, Any]
     experience, _ = jax.eval_shape(steps.experience, rollout, statistics, kl_coef)
     experience = placed_shapes(experience, rows)
     actor, critic = steps.actor_state, steps.critic_state
+    if steps.shared is not None:
+        pair, held = Pair(actor, critic), (resident["actor"], resident["critic"])
+        return [
+            _once("experience", steps.experience, rollout, statistics, kl_coef),
+            _once("update_both", steps.shared.update, pair, experience, kl_coef, key, state=held),
+        ]
     return [
         _once("experience", steps.experience, rollout, statistics, kl_coef),
         _once("update_critic", steps.update_critic, critic, experience, key, state=resident["critic"]),

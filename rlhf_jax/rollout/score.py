@@ -55,8 +55,42 @@ def response_values(model: nn.Module, params: Any, rollout: Rollout) -> tuple[ja
     Returns:
       (values_BT, final_B): the value before each response token, and after the last valid one.
     """
-    T = rollout.mask_BT.shape[1]
     values_BS: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS)
+    return _split_values(values_BS, rollout)
+
+
+def response_logprobs_and_values(
+    model: nn.Module,
+    params: Any,
+    critic: nn.Module,
+    head_params: Any,
+    rollout: Rollout,
+    *,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What `response_logprobs` and `response_values` give, in one pass where policy and critic share a trunk.
+
+    Args:
+      model: with `hidden` and `unembed`.   critic: with `values`, from the policy's hidden states.
+    Returns:
+      (logprobs_BT, entropy_BT, values_BT, final_B)
+    """
+    T = rollout.mask_BT.shape[1]
+    hidden_BSD: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS, method="hidden")
+
+    def unembed(hidden):
+        return model.apply({"params": params}, hidden, method="unembed")
+
+    logprobs_BT, entropy_BT = chunked_logprobs(
+        hidden_BSD[:, -T - 1 : -1], unembed, rollout.response_BT, temperature=temperature, chunk=CHUNK
+    )
+    values_BS: Any = critic.apply({"params": head_params}, hidden_BSD[:, -T - 1 :], method="values")
+    return logprobs_BT, entropy_BT, *_split_values(values_BS, rollout)
+
+
+def _split_values(values_BS: jax.Array, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+    """(values_BT, final_B): before each response token, and after the last valid one."""
+    T = rollout.mask_BT.shape[1]
     last_B1 = jnp.maximum(rollout.length_B - 1, 0)[:, None]
     final_B = jnp.take_along_axis(values_BS[:, -T:], last_B1, axis=1)[:, 0]
     return values_BS[:, -T - 1 : -1], final_B

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ import optax
 from flax import struct
 
 from rlhf_jax.sharding.mesh import View
+from rlhf_jax.sharding.offload import to_device, to_host
 from rlhf_jax.sharding.placement import placed_shapes
-from rlhf_jax.sharding.rules import replicated
+from rlhf_jax.sharding.rules import in_view, replicated
+from rlhf_jax.trainers.step import Step
 
 Metrics = dict[str, jax.Array]
 
@@ -30,6 +33,19 @@ class TrainState:
     opt_state: Any
     steps: Any  # int32, optimizer steps taken
     bad_steps: Any  # int32, updates in a row that were skipped because they were not finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """How a role's parameters change and where its state lies."""
+
+    rate: optax.Schedule
+    tx: optax.GradientTransformation
+    places: TrainState  # of shardings
+
+    def shapes(self, params: Any) -> TrainState:
+        """The state of these parameters, arrays or shapes, as ShapeDtypeStructs with their shardings."""
+        return state_shapes(self.tx, params, self.places)
 
 
 def make_schedule(peak: float, *, steps: int, warmup_steps: int, schedule: str) -> optax.Schedule:
@@ -144,14 +160,51 @@ def update_step(
     (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size)
     norm = optax.tree.norm(grads)
     good = jnp.isfinite(norm) & jnp.isfinite(value)
+    state = apply_gradients(tx, state, grads, good)
+    metrics = {**metrics, "loss": value, "grad_norm": norm}
+    metrics = {name: jnp.where(good, number, 0.0) for name, number in metrics.items()}
+    return state, {**metrics, "skipped": (~good).astype(jnp.float32)}
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, state: TrainState, grads: Any, good: jax.Array
+) -> TrainState:
+    """The state after a step with these gradients, or where they are not `good`, with one more bad step."""
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     keep = functools.partial(jax.tree.map, functools.partial(jnp.where, good))
-    state = TrainState(
+    return TrainState(
         params=keep(optax.apply_updates(state.params, updates), state.params),
         opt_state=keep(opt_state, state.opt_state),
         steps=state.steps + good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )
-    metrics = {**metrics, "loss": value, "grad_norm": norm}
-    metrics = {name: jnp.where(good, number, 0.0) for name, number in metrics.items()}
-    return state, {**metrics, "skipped": (~good).astype(jnp.float32)}
+
+
+def at_rest(state: Any, *, offload: bool) -> Any:
+    """A state, or a tree of them, as it is kept between updates: with offload, its optimizer on the host."""
+    return _with_opt_state(to_host, state) if offload else state
+
+
+def state_update(
+    function: Callable[..., tuple[Any, Any]], view: View, places: Any, *, offload: bool
+) -> Callable[..., tuple[Any, Any]]:
+    """An update of a state, or of a tree of them, jitted; what it replaces is donated.
+
+    An offloaded optimizer is on the devices only for as long as it takes.
+    """
+    update: Any = in_view(view, function, donate_argnums=0, out_shardings=(places, None))
+    if not offload:
+        return update
+
+    def step(state, *inputs):
+        state, metrics = update(_with_opt_state(to_device, state), *inputs)
+        return at_rest(state, offload=True), metrics
+
+    return Step(step, update.lower)
+
+
+def _with_opt_state(move: Callable[[Any], Any], states: Any) -> Any:
+    def moved(state):
+        return dataclasses.replace(state, opt_state=move(state.opt_state))
+
+    return jax.tree.map(moved, states, is_leaf=lambda node: isinstance(node, TrainState))

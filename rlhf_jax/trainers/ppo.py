@@ -7,12 +7,12 @@ https://arxiv.org/abs/2203.02155, section 3.4. The losses themselves are in `rlh
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from rlhf_jax.losses import (
@@ -25,7 +25,7 @@ from rlhf_jax.losses import (
     ppo_value_loss,
 )
 from rlhf_jax.losses.masked import counts, token_weights, weighted_sum
-from rlhf_jax.rollout.score import response_logprobs, response_values
+from rlhf_jax.rollout.score import response_logprobs, response_logprobs_and_values, response_values
 from rlhf_jax.settings import Ppo
 from rlhf_jax.sharding.rules import constrain
 from rlhf_jax.trainers.optimizer import Metrics, TrainState, update_step
@@ -142,8 +142,21 @@ def actor_loss(
     denominator: dict[str, jax.Array],
 ) -> tuple[jax.Array, Metrics]:
     """Policy loss - entropy_coef * entropy (+ kl_coef * KL if placed in the loss), a sum over rows."""
-    mask_BT = experience.rollout.mask_BT
     logprobs_BT, entropy_BT = response_logprobs(model, params, experience.rollout, temperature=temperature)
+    return policy_loss(logprobs_BT, entropy_BT, experience, kl_coef=kl_coef, ppo=ppo, denominator=denominator)
+
+
+def policy_loss(
+    logprobs_BT: jax.Array,
+    entropy_BT: jax.Array,
+    experience: Experience,
+    *,
+    kl_coef: jax.Array,
+    ppo: Ppo,
+    denominator: dict[str, jax.Array],
+) -> tuple[jax.Array, Metrics]:
+    """`actor_loss` from its model's log-probabilities and entropies."""
+    mask_BT = experience.rollout.mask_BT
     loss, metrics = ppo_policy_loss(
         logprobs_BT,
         experience.old_logprobs_BT,
@@ -170,6 +183,13 @@ def critic_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Clipped value loss, a sum over rows."""
     values_BT, _ = response_values(model, params, experience.rollout)
+    return value_loss(values_BT, experience, ppo=ppo, denominator=denominator)
+
+
+def value_loss(
+    values_BT: jax.Array, experience: Experience, *, ppo: Ppo, denominator: dict[str, jax.Array]
+) -> tuple[jax.Array, Metrics]:
+    """`critic_loss` from its model's values."""
     loss, metrics = ppo_value_loss(
         values_BT,
         experience.old_values_BT,
@@ -182,6 +202,33 @@ def critic_loss(
     return loss, {**metrics, "vf_loss": loss}
 
 
+def joint_loss(
+    params: tuple[Any, Any],
+    experience: Experience,
+    *,
+    kl_coef: jax.Array,
+    coef: float,
+    model: nn.Module,
+    critic: nn.Module,
+    ppo: Ppo,
+    temperature: float,
+    denominator: dict[str, jax.Array],
+) -> tuple[jax.Array, Metrics]:
+    """`actor_loss` + coef * `critic_loss` of a policy whose trunk is the critic's too, in one pass.
+
+    Args:
+      params: (the policy's, the value head's).
+    """
+    logprobs_BT, entropy_BT, values_BT, _ = response_logprobs_and_values(
+        model, params[0], critic, params[1], experience.rollout, temperature=temperature
+    )
+    policy, metrics = policy_loss(
+        logprobs_BT, entropy_BT, experience, kl_coef=kl_coef, ppo=ppo, denominator=denominator
+    )
+    value, value_metrics = value_loss(values_BT, experience, ppo=ppo, denominator=denominator)
+    return policy + coef * value, metrics | value_metrics
+
+
 def minibatch_order(key: jax.Array, rows: int, *, epochs: int, minibatches: int) -> jax.Array:
     """Row numbers of each step: [epochs * minibatches, rows / minibatches], a fresh shuffle each epoch."""
     shuffles = jax.vmap(lambda key: jax.random.permutation(key, rows))(jax.random.split(key, epochs))
@@ -189,20 +236,22 @@ def minibatch_order(key: jax.Array, rows: int, *, epochs: int, minibatches: int)
 
 
 def passes(
-    tx: optax.GradientTransformation,
+    tx: Any,
     loss: Any,
-    state: TrainState,
+    state: Any,
     experience: Experience,
     order: jax.Array,
     *,
     micro_batch_size: int | None,
     stop_kl: float | None = None,
-) -> tuple[TrainState, Metrics]:
+    update: Callable[..., tuple[Any, Metrics]] = update_step,
+) -> tuple[Any, Metrics]:
     """One optimizer step for each row of `order`.
 
     Once a step's `ppo_kl` is above `stop_kl` the remaining ones are skipped.
 
     Args:
+      tx, state: the optimizer and the TrainState, or whatever `update` steps in their place.
       loss: (params, minibatch, denominator=) -> (loss, metrics), sums over rows.
     Returns:
       (state, metrics): means over the steps that were taken, and `optimizer_steps`, `skipped` as counts.
@@ -214,7 +263,7 @@ def passes(
         whole = functools.partial(loss, denominator=counts(minibatch.rollout.mask_BT))
 
         def take(state):
-            return update_step(tx, whole, state, minibatch, micro_batch_size)
+            return update(tx, whole, state, minibatch, micro_batch_size)
 
         if stop_kl is None:
             state, metrics = take(state)

@@ -24,7 +24,9 @@ from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import Diverged
 from rlhf_jax.trainers.ppo import Learner, Statistics
 from rlhf_jax.trainers.ppo_steps import PpoSteps
+from rlhf_jax.trainers.shared_critic import Pair
 from rlhf_jax.trainers.timing import CompileClock, PhaseTimer, Trace, peak_flops
+from rlhf_jax.types import Rollout
 
 PHASE = "ppo"
 
@@ -129,9 +131,8 @@ def iterate(
     generation_params = timed("reshard", policy.sampler.reshard, learner.actor.params)
     rollout = policy.to_train(timed("gen", policy.sampler.generate, generation_params, prompts, generate_key))
     del generation_params
-    old_logprobs_BT = timed("old", steps.old_logprobs, learner.actor.params, rollout)
+    old_logprobs_BT, values_BT, final_values_B = _judge(steps, learner, rollout, timed)
     ref_logprobs_BT = timed("ref", policy.reference_logprobs, judge.reference_params, rollout)
-    values_BT, final_values_B = timed("values", steps.values, learner.critic.params, rollout)
     texts = response_texts(judge.renderer, rollout)
     scores_B = judge.scale(timed("reward", judge.scorer, rollout, messages, texts))
     scores_B = put(scores_B, rollout.truncated_B.sharding)
@@ -140,19 +141,10 @@ def iterate(
     statistics = Statistics(scores_B, old_logprobs_BT, ref_logprobs_BT, values_BT, final_values_B)
     with jax.transfer_guard("disallow"):
         experience, metrics = timed("adv", steps.experience, rollout, statistics, learner.kl_coef)
-        critic, critic_metrics = timed(
-            "update_critic", steps.update_critic, learner.critic, experience, shuffle_key
-        )
-        actor, actor_metrics = learner.actor, {}
-        if iteration >= config.critic.warmup_iterations:
-            actor, actor_metrics = timed(
-                "update_actor", steps.update_actor, learner.actor, experience, learner.kl_coef, shuffle_key
-            )
-        learner = steps.advance(
-            dataclasses.replace(learner, actor=actor, critic=critic), metrics["reward/kl"]
-        )
-    metrics |= {f"critic/{name}": number for name, number in critic_metrics.items() if name != "loss"}
-    metrics |= {f"actor/{name}": number for name, number in actor_metrics.items()}
+        warming_up = iteration < config.critic.warmup_iterations
+        learner, update_metrics = _learn(steps, learner, experience, shuffle_key, warming_up, timed)
+        learner = steps.advance(learner, metrics["reward/kl"])
+    metrics |= update_metrics
     if judge.gold is not None:
         metrics["reward/gold_mean"] = np.mean(
             [judge.gold(*pair) for pair in zip(messages, texts, strict=True)]
@@ -165,6 +157,38 @@ def iterate(
     if config.rollout.top_k > 0 or config.rollout.top_p < 1:
         metrics["rollout/truncated_sampling"] = 1.0  # the ratios are biased: see `make_ppo_task`
     return learner, metrics
+
+
+def _judge(
+    steps: PpoSteps, learner: Learner, rollout: Rollout, timed: PhaseTimer
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """(old_logprobs_BT or None, values_BT, final_values_B) of the learner."""
+    actor, critic = learner.actor.params, learner.critic.params
+    if steps.shared is not None:
+        return timed("old", steps.shared.judge, actor, critic, rollout)
+    old_logprobs_BT = timed("old", steps.old_logprobs, actor, rollout)
+    return old_logprobs_BT, *timed("values", steps.values, critic, rollout)
+
+
+def _learn(
+    steps: PpoSteps, learner: Learner, experience: Any, key: jax.Array, warming_up: bool, timed: PhaseTimer
+) -> tuple[Learner, dict[str, jax.Array]]:
+    """Critic and, unless it is only warming up, actor after the passes over an experience."""
+    actor, critic, shared = learner.actor, learner.critic, steps.shared
+    if shared is not None and warming_up:
+        critic, metrics = timed("update_critic", shared.update_head, critic, actor.params, experience, key)
+        return dataclasses.replace(learner, critic=critic), metrics
+    if shared is not None:
+        pair, metrics = timed(
+            "update_actor", shared.update, Pair(actor, critic), experience, learner.kl_coef, key
+        )
+        return dataclasses.replace(learner, actor=pair.actor, critic=pair.critic), metrics
+    critic, numbers = timed("update_critic", steps.update_critic, critic, experience, key)
+    metrics = {f"critic/{name}": number for name, number in numbers.items() if name != "loss"}
+    if not warming_up:
+        actor, numbers = timed("update_actor", steps.update_actor, actor, experience, learner.kl_coef, key)
+        metrics |= {f"actor/{name}": number for name, number in numbers.items()}
+    return dataclasses.replace(learner, actor=actor, critic=critic), metrics
 
 
 class _Pending:

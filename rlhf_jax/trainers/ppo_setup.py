@@ -101,7 +101,7 @@ def make_ppo_task(
             config.rollout.top_k,
             config.rollout.top_p,
         )
-    critic = critic or load_critic(config.critic.init, policy, reward, config.run.seed)
+    critic = critic or load_critic(config.critic, policy, reward, config.run.seed)
     steps = make_ppo_steps(config, evaluator.steps, critic.model, critic.shapes)
     task = PpoTask(
         config=config,
@@ -123,16 +123,20 @@ def iteration_flops(
 
     Generation, reference log-probabilities and, where they are recomputed, old ones are one forward pass of
     the actor each, values one of the critic; each epoch is a forward and a backward pass, three forward
-    passes' worth, of both. The reward model is not counted.
+    passes' worth, of both. A critic on the policy's trunk has no passes of its own but for values where
+    nothing is recomputed. The reward model is not counted.
     """
     if not (hasattr(actor, "config") and hasattr(critic, "config")):
         return None
     passes = 3 * config.ppo.epochs
-    scoring = 3 if recomputes_old_logprobs(config, actor) else 2
+    recomputes = recomputes_old_logprobs(config, actor)
+    scoring = 3 if recomputes else 2
+    critic_passes = int(not recomputes) if config.critic.shared else 1 + passes
 
     def flops(prompt_lengths_B: np.ndarray, lengths_B: np.ndarray) -> float:
         whole_B = prompt_lengths_B + lengths_B
         actor_flops = forward_flops(actor.config, whole_B, unembed_positions=int(lengths_B.sum()))
-        return float((scoring + passes) * actor_flops + (1 + passes) * forward_flops(critic.config, whole_B))
+        critic_flops = critic_passes * forward_flops(critic.config, whole_B)
+        return float((scoring + passes) * actor_flops + critic_flops)
 
     return flops

@@ -20,32 +20,25 @@ from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
 from rlhf_jax.sharding.mesh import View
-from rlhf_jax.sharding.offload import to_device, to_host
+from rlhf_jax.sharding.offload import to_device
 from rlhf_jax.sharding.placement import Views, placed_shapes
 from rlhf_jax.sharding.reshard import Reshard, make_reshard, to_devices
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import (
+    Learning,
     TrainState,
+    at_rest,
     init_state,
     make_optimizer,
     make_schedule,
-    state_shapes,
     state_shardings,
+    state_update,
 )
 from rlhf_jax.trainers.ppo import Learner, actor_loss, critic_loss, make_experience, minibatch_order, passes
 from rlhf_jax.trainers.roles import shardings_of
+from rlhf_jax.trainers.shared_critic import SharedSteps, make_shared_steps
+from rlhf_jax.trainers.step import Step
 from rlhf_jax.types import Prompts, Rollout
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A function that brings its arguments to where a jitted one wants them, and how that one is compiled."""
-
-    call: Callable[..., Any]
-    lower: Callable[..., jax.stages.Lowered]  # from shapes, those of the state in the devices' memory
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +167,7 @@ class PpoSteps:
     init_learner: Callable[[Any, Any], Learner]  # (actor parameters, critic parameters), placed
     actor_state: TrainState  # of ShapeDtypeStructs with their shardings, to compile the steps without arrays
     critic_state: TrainState
+    shared: SharedSteps | None  # in place of `values` and the updates, where the critic is the policy's head
 
     @property
     def learner_shapes(self) -> Learner:
@@ -190,36 +184,25 @@ class PpoSteps:
 def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, critic_params: Any) -> PpoSteps:
     """Jitted functions for this actor and critic. `critic_params` may be arrays or shapes."""
     ppo, views, actor = config.ppo, policy.views, policy.model
-    actor_lr, actor_tx = _optimizer(
-        ppo, ppo.learning_rate, ppo.max_grad_norm, ppo.iterations - config.critic.warmup_iterations
-    )
-    critic_lr, critic_tx = _optimizer(
-        ppo, config.critic.learning_rate, config.critic.max_grad_norm, ppo.iterations
-    )
-    actor_places = state_shardings(
-        actor_tx, policy.params, shardings_of(actor, policy.params, views.train), views.train
-    )
-    critic_places = state_shardings(
-        critic_tx, critic_params, shardings_of(critic, critic_params, views.critic), views.critic
-    )
-    everywhere = replicated(views.train)
+    learns, critic_learns = _learning(config, policy, critic, critic_params)
+    everywhere, offload = replicated(views.train), config.placement.offload.optimizer
 
-    def update(tx, rate, loss, stop_kl, state: TrainState, experience, key):
+    def update(learns, loss, stop_kl, state: TrainState, experience, key):
         order = minibatch_order(key, ppo.batch_size, epochs=ppo.epochs, minibatches=ppo.minibatches)
-        lr = rate(state.steps)
+        lr = learns.rate(state.steps)
         state, metrics = passes(
-            tx, loss, state, experience, order, micro_batch_size=ppo.micro_batch_size, stop_kl=stop_kl
+            learns.tx, loss, state, experience, order, micro_batch_size=ppo.micro_batch_size, stop_kl=stop_kl
         )
         return state, {**metrics, "lr": lr, "bad_steps": state.bad_steps}
 
     def update_actor(state, experience, kl_coef, key):
         temperature = config.rollout.temperature
         loss = functools.partial(actor_loss, kl_coef=kl_coef, model=actor, ppo=ppo, temperature=temperature)
-        return update(actor_tx, actor_lr, loss, ppo.stop_kl, state, experience, key)
+        return update(learns, loss, ppo.stop_kl, state, experience, key)
 
     def update_critic(state, experience, key):
         loss = functools.partial(critic_loss, model=critic, ppo=ppo)
-        return update(critic_tx, critic_lr, loss, None, state, experience, key)
+        return update(critic_learns, loss, None, state, experience, key)
 
     def next_kl_coef(kl_coef, observed_kl):
         if ppo.kl_target is None:
@@ -236,8 +219,10 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
 
     def init_learner(params, critic_params):
         return Learner(
-            actor=_resting(config, init_state(actor_tx, params, actor_places)),
-            critic=_resting(config, init_state(critic_tx, critic_params, critic_places)),
+            actor=at_rest(init_state(learns.tx, params, learns.places), offload=offload),
+            critic=at_rest(
+                init_state(critic_learns.tx, critic_params, critic_learns.places), offload=offload
+            ),
             kl_coef=jax.device_put(np.float32(ppo.kl_coef), everywhere),
             iteration=jax.device_put(np.int32(0), everywhere),
         )
@@ -248,35 +233,20 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         old_logprobs=policy.logprobs if recomputes else lambda params, rollout: None,
         values=_of_rows(functools.partial(response_values, critic), views.critic, views.train),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
-        update_actor=_update(config, update_actor, views.train, actor_places),
-        update_critic=_from_home(_update(config, update_critic, views.critic, critic_places), views),
+        update_actor=state_update(update_actor, views.train, learns.places, offload=offload),
+        update_critic=_from_home(
+            state_update(update_critic, views.critic, critic_learns.places, offload=offload), views
+        ),
         advance=advance,
         init_learner=init_learner,
-        actor_state=state_shapes(actor_tx, policy.params, actor_places),
-        critic_state=state_shapes(critic_tx, critic_params, critic_places),
+        actor_state=learns.shapes(policy.params),
+        critic_state=critic_learns.shapes(critic_params),
+        shared=make_shared_steps(
+            config, views.train, actor, critic, learns, critic_learns, recomputes=recomputes
+        )
+        if config.critic.shared
+        else None,
     )
-
-
-def _resting(config: Config, state: TrainState) -> TrainState:
-    """The state as it is kept between updates."""
-    if not config.placement.offload.optimizer:
-        return state
-    return dataclasses.replace(state, opt_state=to_host(state.opt_state))
-
-
-def _update(
-    config: Config, function: Callable[..., Any], view: View, places: TrainState
-) -> Callable[..., Any]:
-    """An update of a state, jitted; an offloaded optimizer is on the devices only for as long as it takes."""
-    update: Any = in_view(view, function, donate_argnums=0, out_shardings=(places, None))
-    if not config.placement.offload.optimizer:
-        return update
-
-    def step(state, *inputs):
-        state, metrics = update(dataclasses.replace(state, opt_state=to_device(state.opt_state)), *inputs)
-        return _resting(config, state), metrics
-
-    return Step(step, update.lower)
 
 
 def _from_home(update_critic: Any, views: Views) -> Callable[..., Any]:
@@ -293,6 +263,25 @@ def _from_home(update_critic: Any, views: Views) -> Callable[..., Any]:
         return update_critic.lower(state, experience, placed_shapes(key, replicated(views.critic)))
 
     return Step(visit, lower)
+
+
+def _learning(
+    config: Config, policy: PolicySteps, critic: nn.Module, critic_params: Any
+) -> tuple[Learning, Learning]:
+    """How actor and critic learn."""
+    ppo, settings, views = config.ppo, config.critic, policy.views
+    rate, tx = _optimizer(
+        ppo, ppo.learning_rate, ppo.max_grad_norm, ppo.iterations - settings.warmup_iterations
+    )
+    critic_rate, critic_tx = _optimizer(ppo, settings.learning_rate, settings.max_grad_norm, ppo.iterations)
+
+    def places(tx, model, params, view):
+        return state_shardings(tx, params, shardings_of(model, params, view), view)
+
+    return (
+        Learning(rate, tx, places(tx, policy.model, policy.params, views.train)),
+        Learning(critic_rate, critic_tx, places(critic_tx, critic, critic_params, views.critic)),
+    )
 
 
 def _optimizer(ppo: Ppo, peak: float, max_grad_norm: float, iterations: int):

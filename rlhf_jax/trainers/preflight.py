@@ -68,7 +68,7 @@ def check_run(
             f"{size} is larger than the {len(prompts.train)} prompts; lower it or give more data"
         )
     if "ppo" in phases or "export" in phases:
-        critic = roles.load_critic(config.critic.init, policy, reward, config.run.seed)
+        critic = roles.load_critic(config.critic, policy, reward, config.run.seed)
         check_length(
             critic.model.config, _rollout_length(config), f"critic.init={config.critic.init}: {ROLLOUT}"
         )

@@ -17,9 +17,9 @@ from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.configs import shape_config
 from rlhf_jax.models.huggingface import eos_token_ids, load_tokenizer, open_model, read_hf_config
-from rlhf_jax.models.parameters import build_model, logical_axes
-from rlhf_jax.models.weights import ArrayWeights, FreshWeights, TrunkWeights, Weights
-from rlhf_jax.settings import Config, Policy, Reward, Shape
+from rlhf_jax.models.parameters import build_model, like, logical_axes
+from rlhf_jax.models.weights import ArrayWeights, FreshWeights, HeadWeights, TrunkWeights, Weights
+from rlhf_jax.settings import Config, Critic, Policy, Reward, Shape
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import parameter_shardings, replicated_dimensions
 from rlhf_jax.trainers.inputs import texts_of
@@ -134,10 +134,16 @@ def load_reward_model(directory: str, dtype: str) -> LoadedModel:
     return LoadedModel(model, weights, load_renderer(directory))
 
 
-def load_critic(init: str, policy: LoadedModel, reward: LoadedModel | None, seed: int) -> LoadedModel:
-    """The critic: the policy's trunk and a fresh head, the reward model, or a place."""
+def load_critic(critic: Critic, policy: LoadedModel, reward: LoadedModel | None, seed: int) -> LoadedModel:
+    """The critic: the policy's trunk and a fresh head, the reward model, or a place.
+
+    Of a critic that shares the policy's trunk the head alone is loaded.
+    """
+    init = critic.init
     if init == POLICY:
         model = policy.model.clone(head="value")
+        if critic.shared:
+            return LoadedModel(model, HeadWeights(FreshWeights(model, seed)), policy.renderer)
         weights = TrunkWeights(policy.weights, FreshWeights(model, seed))
         return LoadedModel(model, weights, policy.renderer)
     if init != "reward":
@@ -185,8 +191,11 @@ def shardings_of(model: nn.Module, params: Any, view: View) -> Any:
     """Where each parameter lies in this view.
 
     A module that names no logical axes is kept whole everywhere.
+
+    Args:
+      params: all parameters of the model or some subtrees of them, as arrays or shapes.
     """
-    axes = logical_axes(model)
+    axes = like(params, logical_axes(model))
     for line in replicated_dimensions(view, axes, params):
         log.debug(line)
     return parameter_shardings(view, axes, params)

@@ -30,8 +30,8 @@ TINY = [
 PROGRAMS = [
     "reshard",
     "generate",
-    "reference_logprobs",
     "values",
+    "reference_logprobs",
     "score",
     "experience",
     "update_critic",
@@ -203,6 +203,15 @@ def test_what_is_offloaded_is_resident_no_longer_and_comes_for_its_program():
     (reference, update), (fetched, updated) = (measure(job, names) for job in jobs)
     assert fetched.beyond == pytest.approx(reference.beyond + here["reference"], rel=0.01)
     assert updated.beyond == pytest.approx(update.beyond + moments, rel=0.01)
+
+
+def test_a_critic_on_the_policys_trunk():
+    """It costs its head, in the two programs that do the work of all."""
+    job = ppo_job(configure("critic.shared=true"), jax.devices())
+    held = {role: max(resident_bytes(tree).values()) for role, tree in job.resident.items()}
+    assert held["critic"] < 0.02 * held["actor"]
+    both = measure(job, ["values", "update_both"])
+    assert [one.name for one in both if not one.refusal] == ["values", "update_both"]
 
 
 def test_shapes_lie_where_arrays_would():

@@ -17,7 +17,7 @@ from rlhf_jax.models.flops import forward_flops
 from rlhf_jax.models.parameters import init_model
 from rlhf_jax.models.weights import FreshWeights
 from rlhf_jax.rollout.score import response_logprobs, response_values
-from rlhf_jax.settings import Ppo
+from rlhf_jax.settings import Critic, Ppo
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.trainers import ppo_steps
 from rlhf_jax.trainers.evaluate import prompt_batch
@@ -427,7 +427,7 @@ def test_passes_do_not_recompile():
 def test_a_fresh_critic_has_the_policys_trunk():
     model, variables = init_model(SHAPE, head="lm", seed=1)
     params = variables["params"]
-    critic = load_critic("policy", LoadedModel(model, FreshWeights(model, 1), None), None, seed=0)
+    critic = load_critic(Critic(), LoadedModel(model, FreshWeights(model, 1), None), None, seed=0)
     critic_params = critic.place(make_views(configure(), jax.devices()[:1]).critic)
     assert critic.model.head == "value"
     np.testing.assert_array_equal(critic_params["embed"]["embedding"], params["embed"]["embedding"])
