@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf_jax.models.flops import forward_flops
 from rlhf_jax.trainers.ppo_loop import PpoTask
+from rlhf_jax.trainers.ppo_steps import recomputes_old_logprobs
 
 ADAM_PASSES = 7  # parameters, gradients and two moments are read, all but the gradients are written
 
@@ -54,7 +55,7 @@ def iteration_work(task: PpoTask, prompts_B: np.ndarray, responses_B: np.ndarray
     return {
         "reshard": Work(0, 2 * width * actor_size),
         "gen": Work(actor_flops, width * (decode_steps * actor_size + cached * _cache_entry(actor.config))),
-        "old": actor_forward,
+        "old": actor_forward if recomputes_old_logprobs(config, actor) else Work(0, 0),
         "ref": actor_forward,
         "values": critic_forward,
         "reward": critic_forward,
