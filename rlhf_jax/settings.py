@@ -225,7 +225,7 @@ class Eval:
 
     prompts: int = option(128, "held-out prompts")
     samples: int = option(1, "responses a prompt")
-    batch_size: int = option(32, "responses a batch")
+    batch_size: int = option(32, "responses a batch; a prompt's eval.samples stay together")
     every: int = option(
         0, "PPO iterations between evaluations, by which the best policy is kept; 0: only at the end"
     )

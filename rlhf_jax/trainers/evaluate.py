@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.data.batches import pad_rows, sequential_batches
+from rlhf_jax.data.batches import sequential_batches
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
+from rlhf_jax.rollout.prompt_batch import prompt_batch
 from rlhf_jax.rollout.reward_model import Scale, Scorer
 from rlhf_jax.settings import Eval
-from rlhf_jax.sharding.mesh import View
-from rlhf_jax.sharding.processes import fetch, held_rows, put
-from rlhf_jax.sharding.rules import batch_sharding
+from rlhf_jax.sharding.processes import fetch
 from rlhf_jax.trainers.inputs import Gold
 from rlhf_jax.trainers.ppo_steps import PolicySteps
-from rlhf_jax.types import Prompts, Rollout
+from rlhf_jax.types import Rollout
 
 BOOTSTRAP_DRAWS = 10_000
 
@@ -48,22 +47,6 @@ class Response:
         return {"step": step, "phase": "eval", "when": when, **fields, "response": text}
 
 
-def prompt_batch(
-    render: Callable[[int], list[int]], row_ids: np.ndarray, *, width: int, view: View
-) -> Prompts:
-    """Prompts on the devices that generate; a process renders those that its own devices hold.
-
-    Args:
-      render: row of the batch -> token ids.   row_ids: name each row's sampling stream.
-    """
-    rows = batch_sharding(view)
-    held = set(held_rows(rows, len(row_ids)).tolist())
-    tokens_BP, mask_BP = pad_rows(
-        [render(b) if b in held else [] for b in range(len(row_ids))], width, "left", 0
-    )
-    return Prompts(*put((tokens_BP, mask_BP, row_ids.astype(np.int32)), rows))
-
-
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Samples responses to held-out prompts, scores them, and measures their KL to the reference."""
@@ -83,19 +66,19 @@ class Evaluator:
         view = self.steps.views.generate
         generation_params = self.steps.sampler.reshard(params)
         rows = [self.renderer.prompt(prompt, self.prompt_length) for prompt in prompts]
-        tasks = [(i, s) for i in range(len(prompts)) for s in range(self.settings.samples)]
-        shards = view.batch_shards
-        size = -(-min(self.settings.batch_size, len(tasks)) // shards) * shards
+        samples, shards = self.settings.samples, view.batch_shards
+        size = min(max(self.settings.batch_size // samples, 1), len(rows))  # prompts a batch
+        by_length = np.argsort([len(row) for row in rows], kind="stable")
         responses = []
-        for index, valid in sequential_batches(len(tasks), size):
-            ids = [tasks[i][0] for i in index]
-            batch = prompt_batch(lambda b, ids=ids: rows[ids[b]], index, width=self.prompt_length, view=view)
-            rollout = self.steps.to_train(self.steps.sampler.generate(generation_params, batch, self.key))
-            scored = self._score(rollout, [prompts[i] for i in ids])
-            responses += [
-                self._response(tasks[index[b]], prompts, scored, b) for b in np.flatnonzero(valid).tolist()
-            ]
-        return responses
+        for index, valid in sequential_batches(len(rows), -(-size // shards) * shards):
+            ids = by_length[index]
+            batch = prompt_batch(lambda b, ids=ids: rows[ids[b]], ids, limit=self.prompt_length, view=view)
+            rollout = self.steps.sampler.generate_samples(generation_params, batch, self.key)
+            tasks = [(i, s) for i in ids.tolist() for s in range(samples)]
+            scored = self._score(self.steps.to_train(rollout), [prompts[i] for i, _ in tasks])
+            used = np.flatnonzero(np.repeat(valid, samples)).tolist()
+            responses += [self._response(tasks[b], prompts, scored, b) for b in used]
+        return sorted(responses, key=lambda response: (response.prompt_id, response.sample))
 
     def _score(self, rollout: Rollout, prompts: Sequence[Dialogue]) -> tuple[Any, ...]:
         ref_logprobs_BT = self.steps.reference_logprobs(self.reference_params, rollout)

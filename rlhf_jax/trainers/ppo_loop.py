@@ -15,11 +15,12 @@ from rlhf_jax.data.batches import batch_indices
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog, Progress
+from rlhf_jax.rollout.prompt_batch import prompt_batch
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views
 from rlhf_jax.sharding.processes import fetch, is_primary, put, put_key
 from rlhf_jax.sharding.rules import replicated
-from rlhf_jax.trainers.evaluate import Evaluator, prompt_batch, response_texts
+from rlhf_jax.trainers.evaluate import Evaluator, response_texts
 from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import Diverged
 from rlhf_jax.trainers.ppo import Learner, Statistics
@@ -124,7 +125,7 @@ def iterate(
     prompts = prompt_batch(
         lambda b: judge.renderer.prompt(messages[b], config.rollout.prompt_length),
         np.arange(len(messages)),
-        width=config.rollout.prompt_length,
+        limit=config.rollout.prompt_length,
         view=task.views.generate,
     )
 

@@ -47,11 +47,17 @@ class Sampler:
 
     reshard: Reshard  # training parameters -> generation parameters, layers unstacked
     generate: Callable[[Any, Prompts, jax.Array], Rollout]
+    generate_samples: Callable[[Any, Prompts, jax.Array], Rollout]  # eval.samples to each prompt
     shapes: Any  # generation parameters as ShapeDtypeStructs with their shardings
 
 
 def make_sampler(
-    model: nn.Module, params: Any, views: Views, settings: RolloutSettings, eos_ids: Sequence[int]
+    model: nn.Module,
+    params: Any,
+    views: Views,
+    settings: RolloutSettings,
+    eos_ids: Sequence[int],
+    samples: int,
 ) -> Sampler:
     """The sampler of a model whose parameters (arrays or shapes) lie as `views.train` says."""
     scanned = getattr(model, "scan_layers", False)
@@ -76,9 +82,12 @@ def make_sampler(
         top_p=settings.top_p,
         slots=settings.slots,
     )
+    several = functools.partial(sample, samples=samples)
+    places = batch_sharding(views.generate)
     return Sampler(
         reshard=reshard,
-        generate=in_view(views.generate, sample, out_shardings=batch_sharding(views.generate)),
+        generate=in_view(views.generate, sample, out_shardings=places),
+        generate_samples=in_view(views.generate, several, out_shardings=places),
         shapes=reshard.shapes,
     )
 
@@ -109,7 +118,7 @@ def make_policy_steps(
         model=model,
         params=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
         views=views,
-        sampler=make_sampler(model, params, views, config.rollout, eos_ids),
+        sampler=make_sampler(model, params, views, config.rollout, eos_ids, config.eval.samples),
         to_train=lambda rollout: to_devices(rollout, batch_sharding(views.train)),
         logprobs=in_view(views.train, logprobs),
         reference_logprobs=_fetching(logprobs_there)

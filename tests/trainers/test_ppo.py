@@ -16,11 +16,11 @@ from rlhf_jax.models.configs import TransformerConfig
 from rlhf_jax.models.flops import forward_flops
 from rlhf_jax.models.parameters import init_model
 from rlhf_jax.models.weights import FreshWeights
+from rlhf_jax.rollout.prompt_batch import prompt_batch
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Critic, Ppo
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.trainers import ppo_steps
-from rlhf_jax.trainers.evaluate import prompt_batch
 from rlhf_jax.trainers.optimizer import init_state, make_optimizer, make_schedule, state_shardings
 from rlhf_jax.trainers.ppo import (
     Statistics,
@@ -171,7 +171,7 @@ def one_iteration(config, devices=None):
     )
     reference = place(model, params, views.reference)
     rows = [[int(t) for t in np.random.default_rng(i).integers(6, V, 1 + i % P)] for i in range(B)]
-    prompts = prompt_batch(rows.__getitem__, np.arange(B), width=P, view=views.generate)
+    prompts = prompt_batch(rows.__getitem__, np.arange(B), limit=P, view=views.generate)
     rollout = policy.to_train(
         policy.sampler.generate(policy.sampler.reshard(learner.actor.params), prompts, jax.random.key(0))
     )
@@ -218,17 +218,13 @@ def test_the_steps_describe_the_arrays_that_they_take():
 def test_sampling_goes_by_the_settings(monkeypatch):
     asked = {}
     monkeypatch.setattr(ppo_steps, "generate", lambda *_, **settings: asked.update(settings))
-    config = configure("rollout.top_k=7", "rollout.top_p=0.9", "rollout.slots=3")
+    config = configure("rollout.top_k=7", "rollout.top_p=0.9", "rollout.slots=3", "eval.samples=2")
     policy = make_policy_steps(config, make_views(config), *actor(), eos_ids=[3, 5])
     policy.sampler.generate(None, None, None)
-    assert asked == {
-        "response_length": T,
-        "eos_ids": (3, 5),
-        "temperature": 0.8,
-        "top_k": 7,
-        "top_p": 0.9,
-        "slots": 3,
-    }
+    common = {"response_length": T, "eos_ids": (3, 5), "temperature": 0.8, "top_k": 7, "top_p": 0.9}
+    assert asked == common | {"slots": 3}
+    policy.sampler.generate_samples(None, None, None)
+    assert asked == common | {"slots": 3, "samples": 2}
 
 
 @functools.cache
