@@ -7,6 +7,7 @@ charge. With several processes all of them save and restore, each the shards tha
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from etils import epath
 from rlhf_jax.errors import InputError
 from rlhf_jax.sharding.processes import agreed, barrier, is_primary
 
-STATE, HOST, METADATA = "state", "host", "_CHECKPOINT_METADATA"
+STATE, HOST, METADATA, COMMITTED = "state", "host", "_CHECKPOINT_METADATA", "commit_success.txt"
 ANOTHER = "it is of another model or configuration; choose another run.dir"
 
 
@@ -34,6 +35,8 @@ class Checkpoints:
         directory = epath.Path(run_dir) / "checkpoints" / phase
         if "://" not in str(run_dir):
             directory = epath.Path(os.path.abspath(directory))
+        elif str(run_dir).startswith("gs://"):
+            _check_client(run_dir)
         self.directory = directory
         self._keep = keep
         self._saver: ocp.CheckpointManager | None = None
@@ -129,8 +132,20 @@ class Checkpoints:
                 )
 
 
+def _check_client(run_dir: os.PathLike | str) -> None:
+    """Orbax asks for this package when it first saves, which would be after an iteration."""
+    try:
+        importlib.import_module("google.cloud.storage")
+    except ImportError as error:
+        raise InputError(
+            f"run.dir={run_dir}: checkpoints there need google-cloud-storage ({error}); install it with pip"
+        ) from error
+
+
 def _is_whole(entry: epath.Path) -> bool:
-    return entry.name.isdigit() and all((entry / part).exists() for part in (METADATA, STATE, HOST))
+    """True for a finished save. An object store renames nothing: there Orbax says so by a file."""
+    parts = (METADATA, STATE, HOST, *((COMMITTED,) if "://" in str(entry) else ()))
+    return entry.name.isdigit() and all((entry / part).exists() for part in parts)
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A saved state comes back bit for bit, on any mesh, and a broken save is passed over."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.errors import InputError
+from tests import bucket
 
 
 @struct.dataclass
@@ -169,6 +172,31 @@ def test_a_save_after_half_written_directories_works(tmp_path):
     assert checkpoints.latest_step() == 5
     checkpoints.save(6, {"x": jnp.ones(3)}, {})
     assert checkpoints.steps() == [6]
+
+
+def test_a_save_into_a_bucket_is_whole_once_it_is_committed(monkeypatch, tmp_path):
+    """Nothing is renamed there: a killed save leaves everything but the last file."""
+    bucket.mount(monkeypatch, tmp_path)
+    checkpoints = Checkpoints("gs://run", "ppo", keep=2)
+    state = {"x": jax.device_put(jnp.arange(8.0), NamedSharding(mesh(4, 2), PartitionSpec("x")))}
+    for step in (1, 2, 3):
+        checkpoints.save(step, state, {"step": step})
+    checkpoints.close()
+    assert Checkpoints("gs://run", "ppo", keep=2).steps() == [2, 3]
+    (tmp_path / "run" / "checkpoints" / "ppo" / "3" / "commit_success.txt").unlink()
+    again = Checkpoints("gs://run", "ppo", keep=2)
+    assert again.latest_step() == 2
+    restored, host = again.restore(2, laid_out_on(mesh(2, 4), state))
+    assert host == {"step": 2}
+    assert_equal(state, restored)
+    again.save(3, state, {"step": 3})
+    assert again.latest_step() == 3
+
+
+def test_a_bucket_without_its_client_is_refused_before_anything_is_saved(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
+    with pytest.raises(InputError, match=r"run\.dir=gs://b/run: .* need google-cloud-storage .*; install it"):
+        Checkpoints("gs://b/run", "ppo", keep=1)
 
 
 def test_saving_says_nothing(tmp_path, capfd):

@@ -1,0 +1,50 @@
+"""A whole run whose directory is on an object store, seen through the calls that epath makes."""
+
+import json
+
+import pytest
+from etils import epath
+
+from rlhf_jax.config import load_config
+from rlhf_jax.models import load_model, load_tokenizer, read_hf_config
+from rlhf_jax.trainers import pipeline
+from tests import bucket
+from tests.trainers.conftest import TINY
+
+
+def records(directory):
+    lines = (epath.Path(directory) / "metrics.jsonl").read_text().splitlines()
+    timed = ("timing_", "perf/")
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    (tmp_path / "store").mkdir()
+    bucket.mount(monkeypatch, tmp_path)
+
+
+def names(directory):
+    return sorted(entry.name for entry in epath.Path(directory).iterdir() if entry.name != ".lock")
+
+
+@pytest.mark.slow
+def test_ppo_in_a_bucket_goes_on_and_gives_the_numbers_of_a_local_folder(store, tmp_path):
+    there, here = "gs://store/run", str(tmp_path / "local")
+    function = "reward.function=tests.trainers.test_pipeline:shortest"
+    configure = lambda place, n: load_config(  # noqa: E731
+        None, [*TINY, "sft.epochs=0", function, "eval.every=1", f"ppo.iterations={n}", f"run.dir={place}"]
+    )
+    pipeline.ppo(configure(there, 1))
+    pipeline.ppo(configure(there, 2))  # from the checkpoint
+    pipeline.ppo(configure(here, 2))
+    assert records(there) == records(here)
+    assert [r["step"] for r in records(there) if r["phase"] == "ppo"] == [1, 2]
+    assert names(there) == names(here)
+    files = [{f.name: f.read_bytes() for f in epath.Path(d, "best_policy").iterdir()} for d in (there, here)]
+    assert files[0] == files[1]
+    pipeline.export(configure(there, 2))
+    model, variables = load_model(f"{there}/best_policy")
+    assert read_hf_config(f"{there}/best_policy")["rlhf_jax"]["step"] == 2
+    assert len(load_tokenizer(f"{there}/best_policy")) == model.config.vocab_size
+    assert variables["params"]["embed"]["embedding"].shape[0] == model.config.vocab_size
