@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.layouts import check_layout, layouts, shares, show
-from rlhf_jax.settings import Config, Shape
+from rlhf_jax.settings import Config, Lora, Shape
 
 CHOICES = {
     "policy.dtype": ("float32", "bfloat16"),
@@ -27,6 +27,8 @@ CHOICES = {
     "rollout.dtype": ("float32", "bfloat16"),
     "run.resume": ("auto", "never"),
 }
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # that may have an adapter
 
 # What a number must satisfy, in words, and the settings that it holds for. None is always allowed where
 # the type has it.
@@ -45,7 +47,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x >= 0,
         """sft.epochs sft.learning_rate sft.weight_decay reward.margin reward.centering_coef
         reward.learning_rate reward.weight_decay critic.learning_rate critic.warmup_iterations
-        critic.coef
+        critic.coef lora.rank
         ppo.learning_rate ppo.warmup_iterations ppo.weight_decay ppo.kl_coef ppo.entropy_coef
         ppo.missing_eos_penalty rollout.temperature rollout.top_k eval.every run.profile_every run.profile""",
     ),
@@ -53,7 +55,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "above 0",
         lambda x: x > 0,
         """sft.max_grad_norm reward.max_grad_norm critic.max_grad_norm ppo.max_grad_norm ppo.clip_high
-        ppo.value_clip ppo.kl_target ppo.kl_horizon ppo.stop_kl ppo.reward_clip""",
+        ppo.value_clip lora.alpha ppo.kl_target ppo.kl_horizon ppo.stop_kl ppo.reward_clip""",
     ),
     ("between 0 and 1, both excluded", lambda x: 0 < x < 1, "data.validation_fraction ppo.clip_low"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "sft.warmup_fraction reward.warmup_fraction"),
@@ -91,6 +93,7 @@ def check(config: Config, *, training: bool = True) -> None:
         _check_shape("reward", config.reward.model, config.reward.shape)
     elif not re.fullmatch(r"[\w.]+:\w+", config.reward.function):
         raise InputError(f"reward.function={config.reward.function} is not of the form module:function")
+    _check_lora(config.lora)
     _check_batches(config)
     _check_lengths(config)
     if training:
@@ -166,6 +169,15 @@ def _check_shape(section: str, model: str, shape: Shape) -> None:
         )
     if shape.heads % shape.kv_heads:
         raise InputError(f"{name}.kv_heads={shape.kv_heads} does not divide {name}.heads={shape.heads}")
+
+
+def _check_lora(lora: Lora) -> None:
+    for name in lora.targets.split(","):
+        if name not in PROJECTIONS:
+            raise InputError(
+                f"lora.targets={lora.targets}: {name or 'an empty name'} is none of {', '.join(PROJECTIONS)}"
+                f"{nearest(name, PROJECTIONS)}"
+            )
 
 
 def _check_batches(config: Config) -> None:

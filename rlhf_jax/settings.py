@@ -51,6 +51,18 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters in place of whole matrices: what SFT, the reward model's training and PPO learn."""
+
+    rank: int = option(0, "inner width of the adapters; 0: none, all parameters learn")
+    alpha: float = option(16.0, "adapters act with the weight alpha / rank")
+    targets: str = option(
+        "q,k,v,o,gate,up,down",
+        "projections that have one, of these names; those that a model lacks are passed over",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Data:
     """Preference pairs and prompts."""
 
@@ -293,6 +305,7 @@ class Config:
     """All settings of a run."""
 
     policy: Policy = section(Policy)
+    lora: Lora = section(Lora)
     data: Data = section(Data)
     sft: Sft = section(Sft)
     reward: Reward = section(Reward)

@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.models.configs import Rope
 from rlhf_jax.models.kv_cache import write_slot
 from rlhf_jax.models.layers import Linear
+from rlhf_jax.settings import Lora
 
 MASKED = -1e30  # finite, so that a row with nothing to attend to averages and has finite gradients
 
@@ -91,20 +92,19 @@ class Attention(nn.Module):
     bias: bool
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     def setup(self):
-        D, E = self.embed, self.head_dim
+        D, E, types = self.embed, self.head_dim, (self.dtype, self.param_dtype, self.lora)
 
         def into(heads, axis):
-            return Linear(
-                (D,), (heads, E), ("embed", axis, "head_dim"), self.bias, self.dtype, self.param_dtype
-            )
+            return Linear((D,), (heads, E), ("embed", axis, "head_dim"), self.bias, *types)
 
         self.q = into(self.heads, "heads")
         self.k = into(self.kv_heads, "kv_heads")
         self.v = into(self.kv_heads, "kv_heads")
         axes = ("heads", "head_dim", "embed")
-        self.o = Linear((self.heads, E), (D,), axes, self.bias, self.dtype, self.param_dtype)
+        self.o = Linear((self.heads, E), (D,), axes, self.bias, *types)
 
     def project(self, x_BTD, turn=None):
         """(q_BTHE, k_BTKE, v_BTKE), queries and keys rotated by turn = (cos, sin)."""

@@ -13,6 +13,7 @@ from rlhf_jax.models.attention import Attention
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import ENCODER_HEADS, ClassifierHead
 from rlhf_jax.models.layers import Mlp, Norm, Table, positions_of, take_position
+from rlhf_jax.settings import Lora
 from rlhf_jax.sharding.rules import constrain
 
 
@@ -22,12 +23,13 @@ class EncoderBlock(nn.Module):
     config: EncoderConfig
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     def setup(self):
         c, types = self.config, (self.dtype, self.param_dtype)
-        self.attention = Attention(c.embed, c.heads, c.heads, c.head_dim, True, *types)
+        self.attention = Attention(c.embed, c.heads, c.heads, c.head_dim, True, *types, self.lora)
         self.attention_norm = Norm(c.embed, "layer", c.norm_eps, *types)
-        self.mlp = Mlp(c.embed, c.mlp, c.activation, False, True, *types)
+        self.mlp = Mlp(c.embed, c.mlp, c.activation, False, True, *types, self.lora)
         self.mlp_norm = Norm(c.embed, "layer", c.norm_eps, *types)
 
     def __call__(self, x_BTD, mask_BT):
@@ -45,6 +47,7 @@ class Encoder(nn.Module):
     dtype: Any = jnp.float32
     remat: bool = False
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     def setup(self):
         c, types = self.config, (self.dtype, self.param_dtype)
@@ -67,7 +70,7 @@ class Encoder(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        self.layers = scanned(c, *types)
+        self.layers = scanned(c, *types, self.lora)
         self.classifier = ClassifierHead(c.embed, c.pooler_activation, *types, name="head")
 
     def __call__(self, tokens_BT, mask_BT=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlhf_jax.settings import Lora
 from rlhf_jax.sharding.rules import constrain
 
 ACTIVATIONS = {
@@ -45,7 +47,10 @@ def spread(vector, ndim: int):
 
 
 class Linear(nn.Module):
-    """x @ kernel + bias, where kernel is [*inputs, *outputs] and x ends in the axes of inputs."""
+    """x @ kernel + bias, where kernel is [*inputs, *outputs] and x ends in the axes of inputs.
+
+    Where its name is a target of `lora`, it has a low-rank adapter beside the kernel: see models/lora.py.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -53,6 +58,7 @@ class Linear(nn.Module):
     use_bias: bool = False
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -64,7 +70,20 @@ class Linear(nn.Module):
             axes = tuple("norm" if axis == "embed" else axis for axis in self.axes[n:])
             bias = parameter(self, "bias", self.outputs, axes, self.param_dtype, nn.initializers.zeros)
             y = y + spread(bias.astype(self.dtype), y.ndim)
+        if self.lora is not None and self.name in self.lora.targets.split(","):
+            y = y + self._adapter(x, self.lora)
         return y
+
+    def _adapter(self, x, lora: Lora):
+        """(alpha / rank) (x A) B."""
+        n, axes = len(self.inputs), self.axes
+        size_kept = nn.initializers.normal(math.prod(self.inputs) ** -0.5)
+        shape_a, axes_a = (*self.inputs, lora.rank), (*axes[:n], "rank")
+        shape_b, axes_b = (lora.rank, *self.outputs), ("rank", *axes[n:])
+        a = parameter(self, "lora_a", shape_a, axes_a, self.param_dtype, size_kept)
+        b = parameter(self, "lora_b", shape_b, axes_b, self.param_dtype, nn.initializers.zeros)
+        low = product(x.astype(self.dtype), a.astype(self.dtype), n)
+        return product(low * (lora.alpha / lora.rank), b.astype(self.dtype))
 
 
 class Norm(nn.Module):
@@ -130,9 +149,10 @@ class Mlp(nn.Module):
     bias: bool
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     def setup(self):
-        D, F, types = self.embed, self.mlp, (self.dtype, self.param_dtype)
+        D, F, types = self.embed, self.mlp, (self.dtype, self.param_dtype, self.lora)
         if self.gated:
             self.gate = Linear((D,), (F,), ("embed", "mlp"), self.bias, *types)
         self.up = Linear((D,), (F,), ("embed", "mlp"), self.bias, *types)

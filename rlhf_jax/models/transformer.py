@@ -16,6 +16,7 @@ from rlhf_jax.models.configs import TransformerConfig
 from rlhf_jax.models.heads import DECODER_HEADS, ScalarHead, Unembed
 from rlhf_jax.models.kv_cache import KVCache, fill_cache
 from rlhf_jax.models.layers import Mlp, Norm, Table, last_valid, positions_of, take_position
+from rlhf_jax.settings import Lora
 from rlhf_jax.sharding.rules import constrain
 
 
@@ -25,13 +26,16 @@ class Block(nn.Module):
     config: TransformerConfig
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     def setup(self):
         c, types = self.config, (self.dtype, self.param_dtype)
         self.attention_norm = Norm(c.embed, c.norm, c.norm_eps, *types)
-        self.attention = Attention(c.embed, c.heads, c.kv_heads, c.head_dim, c.attention_bias, *types)
+        self.attention = Attention(
+            c.embed, c.heads, c.kv_heads, c.head_dim, c.attention_bias, *types, self.lora
+        )
         self.mlp_norm = Norm(c.embed, c.norm, c.norm_eps, *types)
-        self.mlp = Mlp(c.embed, c.mlp, c.activation, c.gated_mlp, c.mlp_bias, *types)
+        self.mlp = Mlp(c.embed, c.mlp, c.activation, c.gated_mlp, c.mlp_bias, *types, self.lora)
 
     def __call__(self, x_BTD, turn, mask_BT):
         x_BTD, _ = self.prefill(x_BTD, turn, mask_BT)
@@ -61,6 +65,7 @@ class Transformer(nn.Module):
       scan_layers: True, one scanned block with stacked parameters (training); False, block after block
         (`decode` needs it). `unstack_layers` and `stack_layers` convert the parameters.
       remat: recompute each block in the backward pass.
+      lora: adapters on the blocks' projections; None: none.
     """
 
     config: TransformerConfig
@@ -69,6 +74,7 @@ class Transformer(nn.Module):
     scan_layers: bool = True
     remat: bool = False
     param_dtype: Any = jnp.float32
+    lora: Lora | None = None
 
     def setup(self):
         c, types = self.config, (self.dtype, self.param_dtype)
@@ -92,7 +98,7 @@ class Transformer(nn.Module):
             policy = jax.checkpoint_policies.nothing_saveable
             block = nn.remat(block, policy=policy, prevent_cse=not self.scan_layers, methods=["__call__"])
         if not self.scan_layers:
-            return [block(c, self.dtype, self.param_dtype) for _ in range(c.layers)]
+            return [block(c, self.dtype, self.param_dtype, self.lora) for _ in range(c.layers)]
         scanned = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -102,7 +108,7 @@ class Transformer(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
             methods=["__call__", "prefill"],
         )
-        return scanned(c, self.dtype, self.param_dtype)
+        return scanned(c, self.dtype, self.param_dtype, self.lora)
 
     def __call__(self, tokens_BT, mask_BT=None):
         """Float32 logits_BTV, values_BT or scores_B, by head, independent of padding side and content."""

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models import lora
 from rlhf_jax.models.checkpoints import read_params, survey
 from rlhf_jax.models.families import Family
 from rlhf_jax.models.parameters import flatten, fresh_params, shapes, unflatten
@@ -120,6 +121,29 @@ class HeadWeights:
 
     def read(self, shardings: dict) -> dict:
         return self.head.read(shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterWeights:
+    """Other weights, and fresh adapters beside them."""
+
+    base: Weights
+    whole: FreshWeights  # of the model that has adapters
+
+    @property
+    def shapes(self) -> dict:
+        return self.whole.shapes
+
+    def read(self, shardings: dict) -> dict:
+        wanted = flatten(shardings)
+        adapters = {
+            path: place for path, place in wanted.items() if path.rsplit("/", 1)[-1] in (lora.A, lora.B)
+        }
+        rest = {path: place for path, place in wanted.items() if path not in adapters}
+        params = flatten(self.base.read(unflatten(rest))) if rest else {}
+        if adapters:
+            params |= flatten(self.whole.read(unflatten(adapters)))
+        return unflatten({path: params[path] for path in wanted})
 
 
 @dataclasses.dataclass(frozen=True)

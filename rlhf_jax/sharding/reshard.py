@@ -116,6 +116,8 @@ class Reshard:
     def groups(self, params: Any) -> Iterator[Any]:
         """The results, leaf by leaf: an array, or the list of a stacked leaf's layers.
 
+        A leaf may be a function that makes the array: it is called when its turn comes.
+
         Beside source and target only one group is in memory: on one grid the devices run one program at a
         time, and between grids a group waits until the one before has arrived.
         """
@@ -123,7 +125,8 @@ class Reshard:
         for move, leaf in zip(self.moves, self.structure.flatten_up_to(params), strict=True):
             if not move.one_grid:
                 jax.block_until_ready(moved)
-            moved = move(leaf)
+            made: Any = leaf() if callable(leaf) else leaf
+            moved = move(made)
             yield moved
 
     def assemble(self, groups: Iterable[Any]) -> Any:

@@ -26,6 +26,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "rank": (),
     "positions": (),
     "norm": (),
     # activations

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from rlhf_jax.models import lora
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import to_device, to_host
 from rlhf_jax.sharding.placement import placed_shapes
@@ -79,8 +80,9 @@ def make_optimizer(
 
 
 def _matrices(params: Any) -> Any:
-    """True for leaves that decay: kernels and embeddings, by name, because stacked norms are matrices too."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+    """True for leaves that decay: kernels and the like, by name, because stacked norms are matrices too."""
+    names = ("kernel", "embedding", lora.A, lora.B)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: Any, view: View) -> TrainState:
