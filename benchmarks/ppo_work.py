@@ -48,13 +48,11 @@ def iteration_work(task: PpoTask, prompts_B: np.ndarray, responses_B: np.ndarray
     critic_flops = forward_flops(actor.config, whole_B)
     critic_forward = Work(critic_flops, width * critic_size)
     actor_forward = Work(actor_flops, width * actor_size)
-    decode_steps = int(responses_B.max())
-    cached = sum(
-        int(n) * int(p) + int(n) * (int(n) - 1) // 2 for p, n in zip(prompts_B, responses_B, strict=True)
-    )
     return {
         "reshard": Work(0, 2 * width * actor_size),
-        "gen": Work(actor_flops, width * (decode_steps * actor_size + cached * _cache_entry(actor.config))),
+        "gen": generation_work(
+            actor.config, actor_size, width, prompts_B, responses_B, steps=int(responses_B.max())
+        ),
         "old": actor_forward if recomputes_old_logprobs(config, actor) else Work(0, 0),
         "ref": actor_forward,
         "values": critic_forward,
@@ -63,6 +61,21 @@ def iteration_work(task: PpoTask, prompts_B: np.ndarray, responses_B: np.ndarray
         "update_critic": _update(critic_flops, critic_size, width, config.ppo),
         "update_actor": _update(actor_flops, actor_size, width, config.ppo),
     }
+
+
+def generation_work(
+    config: Any, size: int, width: int, prompts_B: np.ndarray, responses_B: np.ndarray, *, steps: int
+) -> Work:
+    """Of responses of these lengths: weights are read once a decode step, a row's cache once a token.
+
+    Args:
+      size: parameters.   width: bytes of one.   steps: decode steps of all rows together.
+    """
+    cached = sum(
+        int(n) * int(p) + int(n) * (int(n) - 1) // 2 for p, n in zip(prompts_B, responses_B, strict=True)
+    )
+    flops = forward_flops(config, prompts_B + responses_B - 1, unembed_positions=int(responses_B.sum()))
+    return Work(flops, width * (steps * size + cached * _cache_entry(config)))
 
 
 def _update(flops: float, size: int, width: int, ppo: Any) -> Work:

@@ -1,0 +1,198 @@
+"""Tokens/s of generation, at one length or through a queue of ragged ones, beside what the machine could do.
+
+    python benchmarks/generate.py MODEL_DIR                                 16 x (64 prompt + 64 response)
+    python benchmarks/generate.py MODEL_DIR --ragged 256 --slots 16         256 prompts of 8 to 128 tokens
+    python benchmarks/generate.py MODEL_DIR --prompts FILE --response 128   natural prompts, stopping at EOS
+    python benchmarks/generate.py new policy.shape.embed=2048 ...           a model of that shape
+
+Further settings are `key=value`, as of `rlhf-jax ppo`. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+from ppo_task import first_turns, load_model, random_prompts
+from ppo_work import generation_work
+
+from rlhf_jax.checks import check
+from rlhf_jax.config import load_config
+from rlhf_jax.rollout.continuous import Work, continuous
+from rlhf_jax.rollout.decoder import decoder_for
+from rlhf_jax.rollout.generate import at_once
+from rlhf_jax.rollout.prompt_batch import prompt_batch
+from rlhf_jax.rollout.sampling import Sampling
+from rlhf_jax.sharding.placement import make_views
+from rlhf_jax.sharding.rules import batch_sharding, in_view
+from rlhf_jax.trainers.ppo_steps import make_sampler
+from rlhf_jax.types import Prompts, Rollout
+
+SHORTEST, LONGEST = 8, 128  # forced lengths of a ragged queue
+RAGGED_SLOTS = 16
+PRODUCT_ROUNDS = 8  # how often the products of a step are done in one program
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model on its devices, prompts, and the program that generates."""
+
+    config: Any  # of the model
+    params: Any
+    prompts: Prompts
+    limit_B: np.ndarray
+    run: Callable[..., tuple[Rollout, Work | None]]  # (limit_B, key) -> (rollout, how the slots were used)
+
+
+def forced_lengths(count: int) -> list[int]:
+    """Uniform on SHORTEST..LONGEST, the same at every call."""
+    pick = random.Random(0)
+    return [pick.randint(SHORTEST, LONGEST) for _ in range(count)]
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    rows = args.ragged or args.batch
+    response = LONGEST if args.ragged else args.response
+    layout = dict(zip(("data", "fsdp", "tensor"), args.mesh.split(","), strict=True))
+    mesh = [f"placement.{role}.{axis}={n}" for role in ("train", "generate") for axis, n in layout.items()]
+    model_of = [f"policy.model={args.model}", f"policy.dtype={args.dtype}", f"rollout.dtype={args.dtype}"]
+    config = load_config(None, [*model_of, *mesh, *args.settings])
+    check(config, training=False)
+    policy, views = load_model(config), make_views(config)
+    sampler = make_sampler(policy.model, policy.shapes, views, config.rollout, (), 1)
+    if args.prompts:
+        found = first_turns(args.prompts, policy.renderer, rows, args.prompt)
+        prompts = [policy.renderer.prompt(turn, args.prompt) for turn in found]
+    else:
+        prompts = random_prompts(rows, [args.prompt], policy.model.config.vocab_size)
+    eos_ids = policy.renderer.eos_ids if args.prompts else ()
+    decoder = decoder_for(policy.model.clone(scan_layers=False))
+    sampling = Sampling(
+        tuple(eos_ids), config.rollout.temperature, config.rollout.top_k, config.rollout.top_p
+    )
+
+    def plain(params, prompts, key, limit_B):
+        return at_once(decoder, params, prompts, key, limit_B, sampling, response, samples=1), None
+
+    def queue(params, prompts, key, limit_B):
+        slots = -(-args.slots // views.generate.batch_shards)
+        return continuous(decoder, params, prompts, key, limit_B, sampling, response, samples=1, slots=slots)
+
+    generate = in_view(views.generate, queue if args.slots < rows else plain)
+    params = sampler.reshard(policy.place(views.train))
+    batch = prompt_batch(lambda b: list(prompts[b]), np.arange(rows), limit=args.prompt, view=views.generate)
+    place = batch_sharding(views.generate)
+
+    def run(limit_B, key):
+        return generate(params, batch, key, jax.device_put(limit_B, place))
+
+    limits = forced_lengths(rows) if args.ragged else [response] * rows
+    return Job(policy.model.config, params, batch, np.asarray(limits, np.int32), run)
+
+
+def matrix_products(params: Any, rows: int) -> Callable[[], jax.Array]:
+    """A program that does the matrix products of PRODUCT_ROUNDS decode steps and nothing else."""
+    leaves = [([key.key for key in path], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    tied = not any("unembedding" in path for path, _ in leaves)
+    matrices = []
+    for path, leaf in leaves:
+        if path[-1] == "kernel":
+            inputs = 2 if path[-2] == "o" else 1  # the way back from the heads contracts heads and width
+            matrices.append(leaf.reshape(int(np.prod(leaf.shape[:inputs])), -1))
+        elif path[-2:] == ["embed", "embedding"] and tied:
+            matrices.append(leaf.T)
+    keys = jax.random.split(jax.random.key(0), len(matrices))
+    widths = {w.shape[0]: (rows, w.shape[0]) for w in matrices}
+    inputs = {
+        n: jax.random.normal(key, shape, matrices[0].dtype)
+        for key, (n, shape) in zip(keys, widths.items(), strict=False)
+    }
+
+    @jax.jit
+    def products(matrices, inputs):
+        def step(_, small):  # what is added keeps the compiler from doing a product once for all rounds
+            for w in matrices:
+                small = small + 1e-20 * ((inputs[w.shape[0]] + small) @ w)[0, 0]
+            return small
+
+        return jax.lax.fori_loop(0, PRODUCT_ROUNDS, step, jnp.zeros((), matrices[0].dtype))
+
+    return lambda: products(matrices, inputs)
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    job, rows = make_job(args), args.ragged or args.batch
+    key = jax.random.key(0)
+    calls = {"whole": lambda: job.run(job.limit_B, key)}
+    if not args.ragged:
+        calls["first token"] = lambda: job.run(np.ones_like(job.limit_B), key)
+    calls["products"] = matrix_products(job.params, min(args.slots, rows))
+    times = machine.timed_together(calls, args.repeats)
+    memory = machine.peak_memory()
+    rollout, work = jax.device_get(job.run(job.limit_B, key))
+    whole, tokens = times["whole"], int(rollout.length_B.sum())
+    steps = int(rollout.length_B.max()) - 1 if work is None else int(work.steps)
+    decoding = whole.best - (times["first token"].best if "first token" in times else 0.0)
+    step_ms, products_ms = 1e3 * decoding / steps, 1e3 * times["products"].best / PRODUCT_ROUNDS
+    limits, sizes = machine.limits(args.dtype), [leaf.size for leaf in jax.tree.leaves(job.params)]
+    floor = generation_work(
+        job.config,
+        sum(sizes),
+        jnp.dtype(args.dtype).itemsize,
+        np.asarray(job.prompts.mask_BP).sum(-1),
+        rollout.length_B,
+        steps=steps,
+    )
+    return {
+        **machine.description(),
+        "benchmark": "generate",
+        "rows": rows,
+        "slots": min(args.slots, rows),
+        "dtype": args.dtype,
+        "seconds": list(whole.seconds),
+        "tokens": tokens,
+        "tokens_per_s": tokens / whole.best,
+        "tokens_per_s_median": tokens / whole.median,
+        "compile_s": whole.first_s - whole.median,
+        "steps": steps,
+        "step_ms": step_ms,
+        "products_ms": products_ms,
+        "step_ratio": step_ms / products_ms,
+        "occupancy": 1.0 if work is None else int(work.busy) / (args.slots * max(int(work.waiting_steps), 1)),
+        "floor_s": floor.seconds(limits),
+        "floor_ratio": whole.best / floor.seconds(limits),
+        "flops_fraction": floor.flops / limits["flops_s"] / whole.best,
+        "bytes_fraction": floor.bytes / limits["bytes_s"] / whole.best,
+        **memory,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", help="a directory, or `new` for a model of policy.shape")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    parser.add_argument("--prompts", help="preference pairs whose first turns are the prompts")
+    parser.add_argument("--ragged", type=int, default=0, help="waiting prompts of forced response lengths")
+    parser.add_argument("--slots", type=int, help="rows at once; with --ragged 16, else all")
+    parser.add_argument("--mesh", default="-1,1,1", help="data,fsdp,tensor")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, help="timed runs after the first; 3, with --ragged 1")
+    for name, default in {"batch": 16, "prompt": 64, "response": 64}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_intermixed_args()
+    args.slots = args.slots or (RAGGED_SLOTS if args.ragged else args.batch)
+    args.repeats = args.repeats or (1 if args.ragged else 3)
+    machine.report(lambda: benchmark(args))
+
+
+if __name__ == "__main__":
+    main()
