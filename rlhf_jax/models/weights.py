@@ -106,7 +106,9 @@ class TrunkWeights:
 
     def read(self, shardings: dict) -> dict:
         rest = {name: places for name, places in shardings.items() if name != "head"}
-        return {**self.trunk.read(rest), **self.head.read({"head": shardings["head"]})}
+        head = {name: places for name, places in shardings.items() if name == "head"}
+        params = self.trunk.read(rest) if rest else {}
+        return params | (self.head.read(head) if head else {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.configs import EncoderConfig, check_length, shape_config
 from rlhf_jax.models.huggingface import open_model
+from rlhf_jax.models.lora import with_adapters
 from rlhf_jax.models.parameters import build_model, shapes
-from rlhf_jax.settings import Config
+from rlhf_jax.settings import Config, Lora
 from rlhf_jax.trainers.roles import NEW, POLICY
 
 
@@ -64,6 +65,11 @@ def describe_critic(config: Config, policy: Described, reward: Described | None)
         kind = "a function" if reward is None else "an encoder, which sees the future"
         raise InputError(f"critic.init=reward: the reward model is {kind}; use critic.init=policy")
     return _described(reward.module.clone(head="value", remat=remat))
+
+
+def adapted(described: Described, lora: Lora) -> Described:
+    """The module with the adapters that learn in its place; rank 0: the module itself."""
+    return described if lora.rank == 0 else _described(with_adapters(described.module, lora))
 
 
 def _described(module: nn.Module) -> Described:

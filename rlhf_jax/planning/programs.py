@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.checks import check_devices
-from rlhf_jax.planning.models import Described, describe_critic, describe_policy, describe_reward
+from rlhf_jax.models.lora import frozen, join
+from rlhf_jax.planning.models import Described, adapted, describe_critic, describe_policy, describe_reward
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import check_offload
@@ -19,7 +20,8 @@ from rlhf_jax.sharding.placement import make_views, placed_shapes
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import TrainState
 from rlhf_jax.trainers.ppo import Statistics
-from rlhf_jax.trainers.ppo_setup import iteration_flops
+from rlhf_jax.trainers.ppo_loop import Bases
+from rlhf_jax.trainers.ppo_setup import bases_of, iteration_flops
 from rlhf_jax.trainers.ppo_steps import (
     PpoSteps,
     make_policy_steps,
@@ -64,6 +66,8 @@ def ppo_job(config: Config, devices: Sequence[Any]) -> Job:
     policy = describe_policy(config)
     reward = describe_reward(config, policy)
     critic = describe_critic(config, policy, reward)
+    if not config.critic.shared:
+        critic = adapted(critic, config.lora)
     check_offload(config, views)
     policy_steps = make_policy_steps(config, views, policy.module, policy.shapes, EOS_IDS)
     steps = make_ppo_steps(config, policy_steps, critic.module, critic.shapes)
@@ -73,7 +77,17 @@ def ppo_job(config: Config, devices: Sequence[Any]) -> Job:
         "critic": _resting(config, steps.critic_state),
         "reference": () if config.placement.offload.reference else reference,
     }
-    programs = _frozen_programs(config, steps, reference, resident["reference"])
+    bases = bases_of(
+        config,
+        views,
+        critic.shapes,
+        reference,
+        lambda: _placed(policy, views.train),
+        lambda: _placed(critic, views.critic, frozen),
+    )
+    if config.lora.rank:
+        resident["bases"] = _beside(bases, resident["reference"])
+    programs = _frozen_programs(config, steps, bases, reference, resident["reference"])
     if reward is not None:
         params = _placed(reward, views.reward)
         resident["reward"] = () if config.placement.offload.reward else params
@@ -81,7 +95,7 @@ def ppo_job(config: Config, devices: Sequence[Any]) -> Job:
     flops, rows = iteration_flops(config, policy.module, critic.module), np.ones(config.ppo.batch_size, int)
     return Job(
         resident=resident,
-        programs=programs + _learning_programs(config, steps, resident),
+        programs=programs + _learning_programs(config, steps, bases, resident),
         reshard_bytes=policy_steps.sampler.reshard.moved_bytes,
         flops=flops and flops(config.rollout.prompt_length * rows, config.rollout.response_length * rows),
     )
@@ -92,9 +106,20 @@ def _resting(config: Config, state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=()) if config.placement.offload.optimizer else state
 
 
-def _frozen_programs(config: Config, steps: PpoSteps, reference: Any, resident: Any) -> list[Program]:
+def _beside(bases: Bases, reference: Any) -> list[Any]:
+    """The leaves of the bases that are not the reference's, each once."""
+    known = {id(leaf) for leaf in jax.tree.leaves(reference)}
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves((bases.actor, bases.critic))}
+    return [leaf for number, leaf in leaves.items() if number not in known]
+
+
+def _frozen_programs(
+    config: Config, steps: PpoSteps, bases: Bases, reference: Any, resident: Any
+) -> list[Program]:
     """From the new actor to what actor, reference and critic say of its responses."""
-    policy, actor, critic = steps.policy, steps.actor_state.params, steps.critic_state.params
+    policy = steps.policy
+    actor = join(bases.actor, steps.actor_state.params)
+    critic = join(bases.critic, steps.critic_state.params)
     sampler, views = policy.sampler, policy.views
     rollout, key = rollout_shapes(config, views.train), _key(views.generate)
     prompts = _prompt_shapes(config, views.generate)
@@ -125,7 +150,9 @@ def _score(config: Config, reward: Described, params: Any, resident: Any, view: 
     return _once("score", score, params, tokens, mask, state=resident)
 
 
-def _learning_programs(config: Config, steps: PpoSteps, resident: dict[str, Any]) -> list[Program]:
+def _learning_programs(
+    config: Config, steps: PpoSteps, bases: Bases, resident: dict[str, Any]
+) -> list[Program]:
     """From statistics to new parameters."""
     view = steps.policy.views.train
     rollout, key, rows = rollout_shapes(config, view), _key(view), batch_sharding(view)
@@ -137,15 +164,21 @@ def _learning_programs(config: Config, steps: PpoSteps, resident: dict[str, Any]
     experience = placed_shapes(experience, rows)
     actor, critic = steps.actor_state, steps.critic_state
     if steps.shared is not None:
-        pair, held = Pair(actor, critic), (resident["actor"], resident["critic"])
+        held = resident["actor"], resident["critic"], bases.actor
+        inputs = Pair(actor, critic), experience, kl_coef, key, bases.actor
         return [
             _once("experience", steps.experience, rollout, statistics, kl_coef),
-            _once("update_both", steps.shared.update, pair, experience, kl_coef, key, state=held),
+            _once("update_both", steps.shared.update, *inputs, state=held),
         ]
+    critic_inputs, critic_held = (critic, experience, key, bases.critic), (resident["critic"], bases.critic)
+    actor_inputs, actor_held = (
+        (actor, experience, kl_coef, key, bases.actor),
+        (resident["actor"], bases.actor),
+    )
     return [
         _once("experience", steps.experience, rollout, statistics, kl_coef),
-        _once("update_critic", steps.update_critic, critic, experience, key, state=resident["critic"]),
-        _once("update_actor", steps.update_actor, actor, experience, kl_coef, key, state=resident["actor"]),
+        _once("update_critic", steps.update_critic, *critic_inputs, state=critic_held),
+        _once("update_actor", steps.update_actor, *actor_inputs, state=actor_held),
     ]
 
 
@@ -179,5 +212,6 @@ def _key(view: View) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(view))
 
 
-def _placed(described: Described, view: View) -> Any:
-    return placed_shapes(described.shapes, shardings_of(described.module, described.shapes, view))
+def _placed(described: Described, view: View, part: Callable[[Any], Any] = lambda tree: tree) -> Any:
+    shapes = part(described.shapes)
+    return placed_shapes(shapes, shardings_of(described.module, shapes, view))

@@ -64,7 +64,7 @@ class Evaluator:
     def __call__(self, params: Any, prompts: Sequence[Dialogue]) -> list[Response]:
         """`settings.samples` responses to each prompt from parameters that are placed for training."""
         view = self.steps.views.generate
-        generation_params = self.steps.sampler.reshard(params)
+        generation_params = self.steps.sampler.place(params)
         rows = [self.renderer.prompt(prompt, self.prompt_length) for prompt in prompts]
         samples, shards = self.settings.samples, view.batch_shards
         size = min(max(self.settings.batch_size // samples, 1), len(rows))  # prompts a batch

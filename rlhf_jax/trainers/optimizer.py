@@ -117,6 +117,11 @@ def init_state(tx: optax.GradientTransformation, params: Any, shardings: TrainSt
     return TrainState(params=params, opt_state=opt_state, steps=steps, bad_steps=bad_steps)
 
 
+def on_base(loss: Callable[..., Any], base: Any) -> Callable[..., Any]:
+    """The loss of whole parameters as one of those that learn; without a base, these are the whole."""
+    return lambda params, *args, **options: loss(lora.join(base, params), *args, **options)
+
+
 def accumulate(
     loss: Callable[..., tuple[jax.Array, Metrics]], params: Any, batch: Any, micro_batch_size: int | None
 ):

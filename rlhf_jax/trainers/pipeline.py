@@ -23,6 +23,7 @@ from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog, SamplesLog
 from rlhf_jax.models.export import export_model
 from rlhf_jax.models.huggingface import read_hf_config
+from rlhf_jax.models.lora import merged
 from rlhf_jax.records import write_atomically
 from rlhf_jax.report import write_report
 from rlhf_jax.rollout.reward_model import Scale
@@ -153,7 +154,9 @@ def export(config: Config) -> None:
 
 def _sft(job: Job) -> None:
     config = job.config
-    policy = roles.load_policy(config.policy, job.training_pairs, job.seed)
+    policy = roles.adapted(
+        roles.load_policy(config.policy, job.training_pairs, job.seed), config.lora, job.seed
+    )
     train_sft(
         policy,
         job.training_pairs,
@@ -172,6 +175,7 @@ def _reward(job: Job) -> None:
     config, directory = job.config, job.path / BEST_REWARD_MODEL
     policy = _initial_policy(job)
     backbone = roles.load_backbone(config.reward, policy, job.seed)
+    backbone = roles.adapted(backbone, config.lora, job.seed)
     train_reward_model(
         backbone,
         job.training_pairs,
@@ -206,7 +210,9 @@ def _ppo_task(job: Job) -> tuple[PpoTask, Callable[[], Learner]]:
     evaluator = make_evaluator(job.config, policy, scorer, scale, job.views, inputs.gold_of(job.config.data))
 
     def save_policy(params: Any, step: int) -> None:
-        _export(job.path / BEST_POLICY, policy, params, {"step": step})
+        _export(
+            job.path / BEST_POLICY, roles.adapted(policy, job.config.lora, job.seed), params, {"step": step}
+        )
 
     return make_ppo_task(
         job.config, job.views, policy, reward, evaluator, job.prompts.train, job.prompts.held_out, save_policy
@@ -294,10 +300,12 @@ def _write_notes(directory: epath.Path, notes: dict[str, Any]) -> None:
 
 
 def _export(directory: epath.Path, source: LoadedModel, params: Any, notes: dict[str, Any]) -> None:
+    """Parameters of the source's model, adapters merged, as a Hugging Face directory."""
+    lora = getattr(source.model, "lora", None)
     export_model(
         directory,
         source.model,
-        {"params": params},
+        {"params": merged(params, lora) if lora else params},
         tokenizer=source.renderer.tokenizer,
         extra=notes,
         eos_ids=source.renderer.eos_ids,

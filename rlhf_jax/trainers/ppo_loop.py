@@ -15,6 +15,7 @@ from rlhf_jax.data.batches import batch_indices
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog, Progress
+from rlhf_jax.models.lora import join
 from rlhf_jax.rollout.prompt_batch import prompt_batch
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import Views
@@ -33,6 +34,14 @@ PHASE = "ppo"
 
 
 @dataclasses.dataclass(frozen=True)
+class Bases:
+    """What adapters lie beside, where these are what learns: it never changes, and no checkpoint holds it."""
+
+    actor: Any = None
+    critic: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
 class PpoTask:
     """All that the loop needs and does not change."""
 
@@ -46,6 +55,15 @@ class PpoTask:
     flops: (
         Callable[[np.ndarray, np.ndarray], float] | None
     )  # of an iteration, from prompt and response lengths
+    bases: Bases = Bases()
+
+    def actor_params(self, learner: Learner) -> Any:
+        """All parameters of the actor."""
+        return join(self.bases.actor, learner.actor.params)
+
+    def critic_params(self, learner: Learner) -> Any:
+        """All parameters of the critic."""
+        return join(self.bases.critic, learner.critic.params)
 
 
 def train_ppo(
@@ -86,7 +104,7 @@ def train_ppo(
                 stopped(stop, run_dir)
         trace.close(learner)
     if not evaluate_every:
-        task.save_policy(learner.actor.params, ppo.iterations)
+        task.save_policy(task.actor_params(learner), ppo.iterations)
     checkpoints.close()
     return learner
 
@@ -102,7 +120,7 @@ def export_latest(task: PpoTask, run_dir: Any) -> None:
     if step is None:
         raise InputError(f"{checkpoints.directory} holds no checkpoint; run `rlhf-jax ppo` first")
     learner, _ = checkpoints.restore(step, task.steps.learner_shapes)
-    task.save_policy(learner.actor.params, step)
+    task.save_policy(task.actor_params(learner), step)
 
 
 def iterate(
@@ -129,10 +147,10 @@ def iterate(
         view=task.views.generate,
     )
 
-    generation_params = timed("reshard", policy.sampler.reshard, learner.actor.params)
+    generation_params = timed("reshard", policy.sampler.place, task.actor_params(learner))
     rollout = policy.to_train(timed("gen", policy.sampler.generate, generation_params, prompts, generate_key))
     del generation_params
-    old_logprobs_BT, values_BT, final_values_B = _judge(steps, learner, rollout, timed)
+    old_logprobs_BT, values_BT, final_values_B = _judge(task, learner, rollout, timed)
     ref_logprobs_BT = timed("ref", policy.reference_logprobs, judge.reference_params, rollout)
     texts = response_texts(judge.renderer, rollout)
     scores_B = judge.scale(timed("reward", judge.scorer, rollout, messages, texts))
@@ -143,7 +161,7 @@ def iterate(
     with jax.transfer_guard("disallow"):
         experience, metrics = timed("adv", steps.experience, rollout, statistics, learner.kl_coef)
         warming_up = iteration < config.critic.warmup_iterations
-        learner, update_metrics = _learn(steps, learner, experience, shuffle_key, warming_up, timed)
+        learner, update_metrics = _learn(task, learner, experience, shuffle_key, warming_up, timed)
         learner = steps.advance(learner, metrics["reward/kl"])
     metrics |= update_metrics
     if judge.gold is not None:
@@ -161,10 +179,10 @@ def iterate(
 
 
 def _judge(
-    steps: PpoSteps, learner: Learner, rollout: Rollout, timed: PhaseTimer
+    task: PpoTask, learner: Learner, rollout: Rollout, timed: PhaseTimer
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """(old_logprobs_BT or None, values_BT, final_values_B) of the learner."""
-    actor, critic = learner.actor.params, learner.critic.params
+    steps, actor, critic = task.steps, task.actor_params(learner), task.critic_params(learner)
     if steps.shared is not None:
         return timed("old", steps.shared.judge, actor, critic, rollout)
     old_logprobs_BT = timed("old", steps.old_logprobs, actor, rollout)
@@ -172,22 +190,27 @@ def _judge(
 
 
 def _learn(
-    steps: PpoSteps, learner: Learner, experience: Any, key: jax.Array, warming_up: bool, timed: PhaseTimer
+    task: PpoTask, learner: Learner, experience: Any, key: jax.Array, warming_up: bool, timed: PhaseTimer
 ) -> tuple[Learner, dict[str, jax.Array]]:
     """Critic and, unless it is only warming up, actor after the passes over an experience."""
-    actor, critic, shared = learner.actor, learner.critic, steps.shared
+    actor, critic, steps, bases = learner.actor, learner.critic, task.steps, task.bases
+    shared = steps.shared
     if shared is not None and warming_up:
-        critic, metrics = timed("update_critic", shared.update_head, critic, actor.params, experience, key)
+        critic, metrics = timed(
+            "update_critic", shared.update_head, critic, task.actor_params(learner), experience, key
+        )
         return dataclasses.replace(learner, critic=critic), metrics
     if shared is not None:
         pair, metrics = timed(
-            "update_actor", shared.update, Pair(actor, critic), experience, learner.kl_coef, key
+            "update_actor", shared.update, Pair(actor, critic), experience, learner.kl_coef, key, bases.actor
         )
         return dataclasses.replace(learner, actor=pair.actor, critic=pair.critic), metrics
-    critic, numbers = timed("update_critic", steps.update_critic, critic, experience, key)
+    critic, numbers = timed("update_critic", steps.update_critic, critic, experience, key, bases.critic)
     metrics = {f"critic/{name}": number for name, number in numbers.items() if name != "loss"}
     if not warming_up:
-        actor, numbers = timed("update_actor", steps.update_actor, actor, experience, learner.kl_coef, key)
+        actor, numbers = timed(
+            "update_actor", steps.update_actor, actor, experience, learner.kl_coef, key, bases.actor
+        )
         metrics |= {f"actor/{name}": number for name, number in numbers.items()}
     return dataclasses.replace(learner, actor=actor, critic=critic), metrics
 
@@ -265,7 +288,7 @@ def _evaluate(
     task: PpoTask, learner: Learner, step: int, log: MetricsLog, best: dict[str, float]
 ) -> dict[str, float]:
     """Scores the actor on the held-out prompts; the best so far is exported."""
-    responses = task.evaluator(learner.actor.params, task.held_out)
+    responses = task.evaluator(task.actor_params(learner), task.held_out)
     score = float(np.mean([r.score for r in responses]))
     numbers = {
         "eval/score_mean": score,
@@ -279,5 +302,5 @@ def _evaluate(
     log.write("eval", step, numbers)
     if score <= best.get("score", -np.inf):
         return best
-    task.save_policy(learner.actor.params, step)
+    task.save_policy(task.actor_params(learner), step)
     return {"score": score, "step": step}

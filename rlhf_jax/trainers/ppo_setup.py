@@ -12,6 +12,8 @@ import numpy as np
 
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.models.flops import forward_flops
+from rlhf_jax.models.lora import frozen, learnt
+from rlhf_jax.models.parameters import like
 from rlhf_jax.rollout.reward_model import RewardFunction, RewardModel, Scale, Scorer, scale_of
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.offload import to_host
@@ -19,9 +21,9 @@ from rlhf_jax.sharding.placement import Views
 from rlhf_jax.trainers.evaluate import Evaluator
 from rlhf_jax.trainers.inputs import Gold
 from rlhf_jax.trainers.ppo import Learner
-from rlhf_jax.trainers.ppo_loop import PpoTask
+from rlhf_jax.trainers.ppo_loop import Bases, PpoTask
 from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps, recomputes_old_logprobs
-from rlhf_jax.trainers.roles import LoadedModel, load_critic, place, same_rendering
+from rlhf_jax.trainers.roles import POLICY, LoadedModel, adapted, load_critic, place, same_rendering
 
 log = logging.getLogger("rlhf_jax")
 
@@ -102,6 +104,9 @@ def make_ppo_task(
             config.rollout.top_p,
         )
     critic = critic or load_critic(config.critic, policy, reward, config.run.seed)
+    actor = adapted(policy, config.lora, config.run.seed)
+    if not config.critic.shared:
+        critic = adapted(critic, config.lora, config.run.seed + 1)
     steps = make_ppo_steps(config, evaluator.steps, critic.model, critic.shapes)
     task = PpoTask(
         config=config,
@@ -112,8 +117,42 @@ def make_ppo_task(
         held_out=held_out,
         save_policy=save_policy,
         flops=iteration_flops(config, policy.model, critic.model),
+        bases=bases_of(
+            config,
+            views,
+            critic.shapes,
+            evaluator.reference_params,
+            lambda: policy.place(views.train),
+            lambda: critic.place(views.critic, frozen),
+        ),
     )
-    return task, lambda: steps.init_learner(policy.place(views.train), critic.place(views.critic))
+    part = learnt if config.lora.rank else lambda tree: tree
+    return task, lambda: steps.init_learner(actor.place(views.train, part), critic.place(views.critic, part))
+
+
+def bases_of(
+    config: Config,
+    views: Views,
+    critic_shapes: Any,
+    reference: Any,
+    place_policy: Callable[[], Any],
+    place_critic: Callable[[], Any],
+) -> Bases:
+    """The frozen parameters beside adapters: the reference's own leaves wherever these lie as is needed.
+
+    Args:
+      reference: the reference's parameters, arrays or shapes.
+      place_policy, place_critic: what is frozen of them, where they learn.
+    """
+    if config.lora.rank == 0:
+        return Bases()
+    in_place = views.reference == views.train and not config.placement.offload.reference
+    actor = reference if in_place else place_policy()
+    if config.critic.shared:
+        return Bases(actor)
+    if config.critic.init == POLICY and views.critic == views.train:
+        return Bases(actor, like(frozen(critic_shapes), actor))
+    return Bases(actor, place_critic())
 
 
 def iteration_flops(

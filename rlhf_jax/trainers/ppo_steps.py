@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.losses import adaptive_kl_coef
-from rlhf_jax.models.parameters import unstack_layers
+from rlhf_jax.models.lora import deferred_merge, learnt, with_adapters
+from rlhf_jax.models.parameters import shapes, unstack_layers
 from rlhf_jax.rollout.decoder import decoder_for
 from rlhf_jax.rollout.generate import generate
 from rlhf_jax.rollout.score import response_logprobs, response_values
-from rlhf_jax.settings import Config, Ppo
+from rlhf_jax.settings import Config, Lora, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import to_device
@@ -31,6 +32,7 @@ from rlhf_jax.trainers.optimizer import (
     init_state,
     make_optimizer,
     make_schedule,
+    on_base,
     state_shardings,
     state_update,
 )
@@ -49,6 +51,11 @@ class Sampler:
     generate: Callable[[Any, Prompts, jax.Array], Rollout]
     generate_samples: Callable[[Any, Prompts, jax.Array], Rollout]  # eval.samples to each prompt
     shapes: Any  # generation parameters as ShapeDtypeStructs with their shardings
+    lora: Lora
+
+    def place(self, params: Any) -> Any:
+        """The generation parameters of a policy; adapters are merged into its matrices, one after another."""
+        return self.reshard(deferred_merge(params, self.lora) if self.lora.rank else params)
 
 
 def make_sampler(
@@ -58,6 +65,7 @@ def make_sampler(
     settings: RolloutSettings,
     eos_ids: Sequence[int],
     samples: int,
+    lora: Lora,
 ) -> Sampler:
     """The sampler of a model whose parameters (arrays or shapes) lie as `views.train` says."""
     scanned = getattr(model, "scan_layers", False)
@@ -89,6 +97,7 @@ def make_sampler(
         generate=in_view(views.generate, sample, out_shardings=places),
         generate_samples=in_view(views.generate, several, out_shardings=places),
         shapes=reshard.shapes,
+        lora=lora,
     )
 
 
@@ -98,10 +107,12 @@ class PolicySteps:
 
     model: nn.Module
     params: Any  # tree of ShapeDtypeStructs
+    actor: nn.Module  # the model, with adapters where these are what learns
+    learnt: Any  # the part of the actor's parameters that learns, as ShapeDtypeStructs
     views: Views
     sampler: Sampler
     to_train: Callable[[Rollout], Rollout]  # a rollout's rows, from the generation view to the training view
-    logprobs: Callable[[Any, Rollout], jax.Array]  # (parameters placed for training, rollout) -> [B, T]
+    logprobs: Callable[[Any, Rollout], jax.Array]  # (the actor's parameters, rollout) -> [B, T]
     reference_logprobs: Callable[[Any, Rollout], jax.Array]  # (parameters placed for the reference, rollout)
 
 
@@ -109,18 +120,25 @@ def make_policy_steps(
     config: Config, views: Views, model: nn.Module, params: Any, eos_ids: Sequence[int]
 ) -> PolicySteps:
     """Jitted functions for this model. `params` may be arrays or shapes."""
+    actor = with_adapters(model, config.lora)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
-    def logprobs(params, rollout):
-        return response_logprobs(model, params, rollout, temperature=config.rollout.temperature or 1.0)[0]
+    def logprobs_of(model):
+        def logprobs(params, rollout):
+            return response_logprobs(model, params, rollout, temperature=config.rollout.temperature or 1.0)[0]
 
-    logprobs_there = _of_rows(logprobs, views.reference, views.train)
+        return logprobs
+
+    logprobs_there = _of_rows(logprobs_of(model), views.reference, views.train)
     return PolicySteps(
         model=model,
-        params=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+        params=params,
+        actor=actor,
+        learnt=learnt(shapes(actor)) if config.lora.rank else params,
         views=views,
-        sampler=make_sampler(model, params, views, config.rollout, eos_ids, config.eval.samples),
+        sampler=make_sampler(model, params, views, config.rollout, eos_ids, config.eval.samples, config.lora),
         to_train=lambda rollout: to_devices(rollout, batch_sharding(views.train)),
-        logprobs=in_view(views.train, logprobs),
+        logprobs=in_view(views.train, logprobs_of(actor)),
         reference_logprobs=_fetching(logprobs_there)
         if config.placement.offload.reference
         else logprobs_there,
@@ -168,8 +186,8 @@ class PpoSteps:
     old_logprobs: Callable[[Any, Rollout], jax.Array | None]  # None: those that the rollout came with
     values: Callable[[Any, Rollout], tuple[jax.Array, jax.Array]]  # -> values_BT, final_values_B
     experience: Callable[..., Any]  # (rollout, statistics, kl_coef) -> (experience, metrics)
-    update_actor: Callable[..., Any]  # (state, experience, kl_coef, shuffle_key) -> (state, metrics)
-    update_critic: Callable[..., Any]  # (state, experience, shuffle_key) -> (state, metrics)
+    update_actor: Callable[..., Any]  # (state, experience, kl_coef, shuffle_key, base) -> (state, metrics)
+    update_critic: Callable[..., Any]  # (state, experience, shuffle_key, base) -> (state, metrics)
     advance: Callable[
         [Learner, jax.Array], Learner
     ]  # (learner, KL a response) -> counter and KL coefficient moved on
@@ -191,8 +209,12 @@ class PpoSteps:
 
 
 def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, critic_params: Any) -> PpoSteps:
-    """Jitted functions for this actor and critic. `critic_params` may be arrays or shapes."""
-    ppo, views, actor = config.ppo, policy.views, policy.model
+    """Jitted functions for this actor and critic. `critic_params` may be arrays or shapes.
+
+    States are of what learns: with adapters, these and a head. Updates take the base of adapters beside.
+    """
+    ppo, views, actor = config.ppo, policy.views, policy.actor
+    critic_params = learnt(critic_params) if config.lora.rank else critic_params
     learns, critic_learns = _learning(config, policy, critic, critic_params)
     everywhere, offload = replicated(views.train), config.placement.offload.optimizer
 
@@ -204,14 +226,14 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         )
         return state, {**metrics, "lr": lr, "bad_steps": state.bad_steps}
 
-    def update_actor(state, experience, kl_coef, key):
+    def update_actor(state, experience, kl_coef, key, base=None):
         temperature = config.rollout.temperature
         loss = functools.partial(actor_loss, kl_coef=kl_coef, model=actor, ppo=ppo, temperature=temperature)
-        return update(learns, loss, ppo.stop_kl, state, experience, key)
+        return update(learns, on_base(loss, base), ppo.stop_kl, state, experience, key)
 
-    def update_critic(state, experience, key):
+    def update_critic(state, experience, key, base=None):
         loss = functools.partial(critic_loss, model=critic, ppo=ppo)
-        return update(critic_learns, loss, None, state, experience, key)
+        return update(critic_learns, on_base(loss, base), None, state, experience, key)
 
     def next_kl_coef(kl_coef, observed_kl):
         if ppo.kl_target is None:
@@ -248,7 +270,7 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         ),
         advance=advance,
         init_learner=init_learner,
-        actor_state=learns.shapes(policy.params),
+        actor_state=learns.shapes(policy.learnt),
         critic_state=critic_learns.shapes(critic_params),
         shared=make_shared_steps(
             config, views.train, actor, critic, learns, critic_learns, recomputes=recomputes
@@ -263,13 +285,13 @@ def _from_home(update_critic: Any, views: Views) -> Callable[..., Any]:
     if views.critic.mesh == views.train.mesh:
         return update_critic
 
-    def visit(state, experience, key):
+    def visit(state, experience, key, base=None):
         experience = to_devices(experience, batch_sharding(views.critic))
-        return update_critic(state, experience, jax.device_put(key, replicated(views.critic)))
+        return update_critic(state, experience, jax.device_put(key, replicated(views.critic)), base)
 
-    def lower(state, experience, key):
+    def lower(state, experience, key, base=None):
         experience = placed_shapes(experience, batch_sharding(views.critic))
-        return update_critic.lower(state, experience, placed_shapes(key, replicated(views.critic)))
+        return update_critic.lower(state, experience, placed_shapes(key, replicated(views.critic)), base)
 
     return Step(visit, lower)
 
@@ -288,7 +310,7 @@ def _learning(
         return state_shardings(tx, params, shardings_of(model, params, view), view)
 
     return (
-        Learning(rate, tx, places(tx, policy.model, policy.params, views.train)),
+        Learning(rate, tx, places(tx, policy.actor, policy.learnt, views.train)),
         Learning(critic_rate, critic_tx, places(critic_tx, critic, critic_params, views.critic)),
     )
 

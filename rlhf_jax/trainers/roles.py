@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,9 +17,17 @@ from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.configs import shape_config
 from rlhf_jax.models.huggingface import eos_token_ids, load_tokenizer, open_model, read_hf_config
-from rlhf_jax.models.parameters import build_model, like, logical_axes
-from rlhf_jax.models.weights import ArrayWeights, FreshWeights, HeadWeights, TrunkWeights, Weights
-from rlhf_jax.settings import Config, Critic, Policy, Reward, Shape
+from rlhf_jax.models.lora import with_adapters
+from rlhf_jax.models.parameters import build_model, flatten, like, logical_axes
+from rlhf_jax.models.weights import (
+    AdapterWeights,
+    ArrayWeights,
+    FreshWeights,
+    HeadWeights,
+    TrunkWeights,
+    Weights,
+)
+from rlhf_jax.settings import Config, Critic, Lora, Policy, Reward, Shape
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import parameter_shardings, replicated_dimensions
 from rlhf_jax.trainers.inputs import texts_of
@@ -43,9 +51,26 @@ class LoadedModel:
         """The parameters as jax.ShapeDtypeStruct leaves."""
         return self.weights.shapes
 
-    def place(self, view: View) -> Any:
-        """The parameters on the devices of this view: arrays of their own at every call."""
-        return self.weights.read(shardings_of(self.model, self.shapes, view))
+    def place(self, view: View, part: Callable[[Any], Any] = lambda tree: tree) -> Any:
+        """The parameters, or a part of them, on the devices of this view: new arrays at every call."""
+        return self.weights.read(shardings_of(self.model, part(self.shapes), view))
+
+
+def adapted(loaded: LoadedModel, lora: Lora, seed: int) -> LoadedModel:
+    """The model with fresh adapters, which change nothing yet; rank 0: the model itself.
+
+    Raises:
+      InputError: it has none of the projections that lora.targets names.
+    """
+    if lora.rank == 0:
+        return loaded
+    model = with_adapters(loaded.model, lora)
+    weights = AdapterWeights(loaded.weights, FreshWeights(model, seed))
+    if set(flatten(weights.shapes)) == set(flatten(loaded.shapes)):
+        raise InputError(
+            f"lora.targets={lora.targets}: a {model.config.family} model has none of these; name others"
+        )
+    return LoadedModel(model, weights, loaded.renderer)
 
 
 def load_policy(policy: Policy, pairs: Sequence[Preference], seed: int) -> LoadedModel:

@@ -18,6 +18,7 @@ import optax
 from flax import struct
 
 from rlhf_jax.errors import InputError
+from rlhf_jax.models.lora import join
 from rlhf_jax.rollout.score import response_logprobs_and_values
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View
@@ -48,10 +49,13 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class SharedSteps:
-    """What takes the place of separate passes. `policy` are the actor's parameters, `head` the critic's."""
+    """What takes the place of separate passes. `policy` are the actor's parameters, `head` the critic's.
+
+    Where the actor's state is of adapters alone, `base` is what they lie beside.
+    """
 
     judge: Callable[[Any, Any, Rollout], Any]  # (policy, head, rollout) -> logprobs_BT or None, values, final
-    update: Callable[..., Any]  # (pair, experience, kl_coef, key) -> (pair, metrics of both)
+    update: Callable[..., Any]  # (pair, experience, kl_coef, key, base) -> (pair, metrics of both)
     update_head: Callable[..., Any]  # (state of the head, policy, experience, key) -> (state, metrics)
 
 
@@ -111,7 +115,7 @@ class _Both:
         ppo = self.config.ppo
         return minibatch_order(key, ppo.batch_size, epochs=ppo.epochs, minibatches=ppo.minibatches)
 
-    def update(self, pair: Pair, experience, kl_coef, key) -> tuple[Pair, dict[str, Any]]:
+    def update(self, pair: Pair, experience, kl_coef, key, base=None) -> tuple[Pair, dict[str, Any]]:
         config, ppo = self.config, self.config.ppo
         loss = functools.partial(
             joint_loss,
@@ -122,13 +126,17 @@ class _Both:
             ppo=ppo,
             temperature=config.rollout.temperature,
         )
+
+        def on_trunk(params, *args, **options):
+            return loss((join(base, params[0]), params[1]), *args, **options)
+
         rates = {
             "actor/lr": self.actor.rate(pair.actor.steps),
             "critic/lr": self.head.rate(pair.critic.steps),
         }
         pair, metrics = passes(
             (self.actor.tx, self.head.tx),
-            loss,
+            on_trunk,
             pair,
             experience,
             self.order(key),

@@ -15,6 +15,7 @@ import optax
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.data.batches import batch_indices, steps_per_epoch
 from rlhf_jax.metrics import MetricsLog, Progress
+from rlhf_jax.models.lora import frozen, join, learnt
 from rlhf_jax.settings import Reward, Run, Sft
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.processes import is_primary
@@ -26,6 +27,7 @@ from rlhf_jax.trainers.optimizer import (
     init_state,
     make_optimizer,
     make_schedule,
+    on_base,
     state_shapes,
     state_shardings,
     update_step,
@@ -66,22 +68,10 @@ def train_supervised(
     settings = task.settings
     per_epoch = steps_per_epoch(task.count, settings.batch_size, what=task.rows)
     total = settings.epochs * per_epoch
-    schedule, tx = _optimizer(settings, total)
-    places = state_shardings(tx, start.shapes, shardings_of(start.model, start.shapes, view), view)
-
-    def step(state: TrainState, batch: Any):
-        loss = functools.partial(task.loss, denominator=task.denominator(batch))
-        rate = schedule(state.steps)
-        state, metrics = update_step(tx, loss, state, batch, settings.micro_batch_size)
-        return state, {**metrics, "lr": rate}
-
-    step = in_view(view, step, donate_argnums=0, out_shardings=(places, None))
+    steps = _make_steps(task, start, view, total)
     checkpoints = Checkpoints(run_dir, task.phase, keep=task.run.keep)
     done = checkpoints.latest_step() or 0
-    if done:
-        state, best = checkpoints.restore(done, state_shapes(tx, start.shapes, places))
-    else:
-        state, best = init_state(tx, start.place(view), places), {}
+    state, best = checkpoints.restore(done, steps.shapes) if done else (steps.first_state(), {})
     log.rewind(task.phase, done)
 
     with Progress(task.phase, shown=is_primary()) as progress, stop_on_signal() as stop:
@@ -90,7 +80,7 @@ def train_supervised(
             index = batch_indices(
                 number, count=task.count, batch_size=settings.batch_size, seed=task.run.seed
             )
-            state, metrics = step(state, task.batch(index))
+            state, metrics = steps.step(state, task.batch(index), steps.base)
             numbers = {f"{task.phase}/{name}": value for name, value in jax.device_get(metrics).items()}
             compiling = clock.seconds - compiled
             seconds = time.perf_counter() - began - compiling
@@ -99,11 +89,12 @@ def train_supervised(
             last = number + 1 == total
             due = (number + 1) % settings.eval_every == 0
             if due or last:
-                held_out = task.evaluate(state.params)
+                params = join(steps.base, state.params)
+                held_out = task.evaluate(params)
                 numbers |= {f"{task.phase}/{name}": value for name, value in held_out.items()}
                 if not best or task.goodness(held_out) > task.goodness(best):
                     best = {**held_out, "step": number + 1}
-                    task.save_best(state.params, best)
+                    task.save_best(params, best)
             log.write(task.phase, number + 1, numbers)
             progress.update(number + 1, total, numbers)
             bad, stopping = int(state.bad_steps), stop()
@@ -118,6 +109,37 @@ def train_supervised(
                 stopped(stop, run_dir)
     checkpoints.close()
     return best
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """What changes a state, and where one comes from."""
+
+    step: Callable[..., Any]  # (state, batch, base) -> (state, metrics)
+    base: Any  # what adapters lie beside, where these are what learns
+    shapes: TrainState  # of ShapeDtypeStructs with their shardings
+    first_state: Callable[[], TrainState]
+
+
+def _make_steps(task: SupervisedTask, start: LoadedModel, view: View, total: int) -> _Steps:
+    schedule, tx = _optimizer(task.settings, total)
+    adapters = getattr(start.model, "lora", None) is not None
+    part = learnt if adapters else lambda tree: tree
+    shapes = part(start.shapes)
+    places = state_shardings(tx, shapes, shardings_of(start.model, shapes, view), view)
+
+    def step(state: TrainState, batch: Any, base: Any):
+        loss = on_base(functools.partial(task.loss, denominator=task.denominator(batch)), base)
+        rate = schedule(state.steps)
+        state, metrics = update_step(tx, loss, state, batch, task.settings.micro_batch_size)
+        return state, {**metrics, "lr": rate}
+
+    return _Steps(
+        step=in_view(view, step, donate_argnums=0, out_shardings=(places, None)),
+        base=start.place(view, frozen) if adapters else None,
+        shapes=state_shapes(tx, shapes, places),
+        first_state=lambda: init_state(tx, start.place(view, part), places),
+    )
 
 
 def _optimizer(settings: Sft | Reward, total: int) -> tuple[optax.Schedule, optax.GradientTransformation]:

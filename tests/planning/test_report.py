@@ -214,6 +214,18 @@ def test_a_critic_on_the_policys_trunk():
     assert [one.name for one in both if not one.refusal] == ["values", "update_both"]
 
 
+def test_adapters_lie_beside_the_references_own_parameters():
+    job = ppo_job(configure("lora.rank=2"), jax.devices())
+    held = {role: max(resident_bytes(tree).values(), default=0) for role, tree in job.resident.items()}
+    assert held["bases"] == 0  # actor and critic add nothing to the reference
+    assert held["actor"] < 0.5 * held["reference"]
+    apart = ppo_job(configure("lora.rank=2", "placement.reference.tensor=4"), jax.devices())
+    expected = ppo_job(configure(), jax.devices()).resident["reference"]
+    assert resident_bytes(apart.resident["bases"]) == resident_bytes(expected)
+    for program in job.programs:
+        assert all(lowered.as_text() and times > 0 for lowered, times in program.lower())
+
+
 def test_shapes_lie_where_arrays_would():
     job = ppo_job(configure("placement.reference.tensor=4"), jax.devices())
     leaf = job.resident["reference"]["layers"]["mlp"]["up"]["kernel"]
