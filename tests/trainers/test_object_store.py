@@ -11,6 +11,8 @@ from rlhf_jax.trainers import pipeline
 from tests import bucket
 from tests.trainers.conftest import TINY
 
+RUN = [*TINY, "sft.epochs=1", "reward.epochs=1", "eval.every=2", "ppo.iterations=2"]
+
 
 def records(directory):
     lines = (epath.Path(directory) / "metrics.jsonl").read_text().splitlines()
@@ -48,3 +50,21 @@ def test_ppo_in_a_bucket_goes_on_and_gives_the_numbers_of_a_local_folder(store, 
     assert read_hf_config(f"{there}/best_policy")["rlhf_jax"]["step"] == 2
     assert len(load_tokenizer(f"{there}/best_policy")) == model.config.vocab_size
     assert variables["params"]["embed"]["embedding"].shape[0] == model.config.vocab_size
+
+
+@pytest.mark.slow
+def test_a_whole_run_in_a_bucket_leaves_what_a_local_one_does(store):
+    pipeline.run(load_config(None, [*RUN, "run.dir=gs://store/run"]))
+    left = names("gs://store/run")
+    for name in (
+        "sft_policy",
+        "best_reward_model",
+        "best_policy",
+        "report.html",
+        "eval.json",
+        "samples.jsonl",
+    ):
+        assert name in left
+    assert json.loads(epath.Path("gs://store/run/eval.json").read_text())["policy"]["prompts"] == 6
+    notes = read_hf_config("gs://store/run/best_reward_model")["rlhf_jax"]
+    assert {"gain", "bias", "train_accuracy", "validation_accuracy"} <= notes.keys()
