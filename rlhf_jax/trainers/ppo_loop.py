@@ -27,7 +27,7 @@ from rlhf_jax.trainers.optimizer import Diverged
 from rlhf_jax.trainers.ppo import Learner, Statistics
 from rlhf_jax.trainers.ppo_steps import PpoSteps
 from rlhf_jax.trainers.shared_critic import Pair
-from rlhf_jax.trainers.timing import CompileClock, PhaseTimer, Trace, peak_flops
+from rlhf_jax.trainers.timing import CompileClock, FirstStep, PhaseTimer, Trace, peak_flops
 from rlhf_jax.types import Rollout
 
 PHASE = "ppo"
@@ -225,6 +225,7 @@ class _Pending:
     def __init__(self, task: PpoTask, log: MetricsLog, progress: Progress, clock: CompileClock):
         self._task, self._log, self._progress, self._clock = task, log, progress, clock
         self._waiting: tuple[int, dict[str, Any], dict[str, float]] | None = None
+        self._first = FirstStep(PHASE, clock)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -240,6 +241,7 @@ class _Pending:
         step, metrics, seconds = self._waiting
         self._waiting = None
         numbers = fetch(metrics)
+        self._first.done()
         compile_s = self._clock.seconds - self._compiled
         step_s = max(time.perf_counter() - self._since - compile_s, 1e-9)
         self.restart_clock()

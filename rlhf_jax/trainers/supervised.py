@@ -33,7 +33,7 @@ from rlhf_jax.trainers.optimizer import (
     update_step,
 )
 from rlhf_jax.trainers.roles import LoadedModel, shardings_of
-from rlhf_jax.trainers.timing import CompileClock
+from rlhf_jax.trainers.timing import CompileClock, FirstStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def train_supervised(
 
     Returns the best evaluation's numbers; its parameters are exported.
     """
-    settings = task.settings
+    settings, first = task.settings, FirstStep(task.phase, clock)
     per_epoch = steps_per_epoch(task.count, settings.batch_size, what=task.rows)
     total = settings.epochs * per_epoch
     steps = _make_steps(task, start, view, total)
@@ -95,6 +95,7 @@ def train_supervised(
                 if not best or task.goodness(held_out) > task.goodness(best):
                     best = {**held_out, "step": number + 1}
                     task.save_best(params, best)
+            first.done()
             log.write(task.phase, number + 1, numbers)
             progress.update(number + 1, total, numbers)
             bad, stopping = int(state.bad_steps), stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -22,11 +23,16 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
 }
 
+log = logging.getLogger("rlhf_jax")
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileClock:
-    """Seconds that XLA has spent compiling in this process since the clock was made."""
+    """Seconds that XLA has spent compiling in this process since the clock was made.
+
+    What the persistent cache holds is read from there, and counts with the seconds that this takes.
+    """
 
     def __init__(self):
         self.seconds = 0.0
@@ -35,6 +41,25 @@ class CompileClock:
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             self.seconds += duration_secs
+
+
+class FirstStep:
+    """Says once how long a phase took to its first step's end, and how much of that was compilation."""
+
+    def __init__(self, phase: str, clock: CompileClock):
+        self._phase, self._clock, self._done = phase, clock, False
+        self._since, self._compiled = time.perf_counter(), clock.seconds
+
+    def done(self) -> None:
+        if not self._done:
+            seconds, compiling = time.perf_counter() - self._since, self._clock.seconds - self._compiled
+            log.info(
+                "%s: %.1f s to the first step's end, %.1f s of them compilation",
+                self._phase,
+                seconds,
+                compiling,
+            )
+        self._done = True
 
 
 @functools.cache

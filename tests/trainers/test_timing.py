@@ -1,0 +1,27 @@
+"""What is compiled when: once in the first iterations, never again, and said in the log."""
+
+import json
+import logging
+import re
+
+from rlhf_jax.trainers import pipeline
+
+ONE_WIDTH = ["rollout.prompt_length=24", "rollout.response_length=40", "policy.shape.vocab_size=260"]
+
+
+def test_nothing_is_compiled_after_the_first_iterations(tiny, tmp_path, caplog):
+    """A Python number, a new shape or a lost sharding in the loop compiles a step again."""
+    caplog.set_level(logging.INFO, "rlhf_jax")
+    function = "reward.function=tests.trainers.test_pipeline:shortest"
+    quiet = ["run.save_every=100", "run.profile_every=5"]
+    pipeline.ppo(tiny(function, *ONE_WIDTH, *quiet, "ppo.iterations=14"))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["phase"] == "ppo"]
+    compiled = [record["timing_s/compile"] for record in steps]
+    assert compiled[0] > 0
+    assert compiled[3:] == [0] * 11
+    assert len({record["response_length/mean"] for record in steps}) > 5  # rows end at different lengths
+    (line,) = re.findall(
+        r"ppo: ([\d.]+) s to the first step's end, ([\d.]+) s of them compilation", caplog.text
+    )
+    assert 0 < float(line[1]) < float(line[0])
