@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.models.configs import Rope
-from rlhf_jax.models.kv_cache import write_slot
+from rlhf_jax.models.kv_cache import write_column
 from rlhf_jax.models.layers import Linear
 from rlhf_jax.settings import Lora
 
@@ -118,9 +118,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x_BTD, turn)
         return self.o(attend(q, k, v, mask_BT, causal=causal)), (k, v)
 
-    def decode(self, x_BTD, turn, cached, mask_BS, slot_B):
-        """(output_BTD, cached) for one token a row (T = 1), whose key and value are written at slot_B."""
+    def decode(self, x_BTD, turn, cached, mask_BS, column):
+        """(output_BTD, cached) for one token a row (T = 1), whose key and value are written at `column`."""
         q, k, v = self.project(x_BTD, turn)
-        k_BKSE, v_BKSE = write_slot(cached[0], slot_B, k[:, 0]), write_slot(cached[1], slot_B, v[:, 0])
+        k_BKSE, v_BKSE = write_column(cached[0], column, k), write_column(cached[1], column, v)
         out = attend_cached(q[:, 0], k_BKSE, v_BKSE, mask_BS)
         return self.o(out[:, None]), (k_BKSE, v_BKSE)

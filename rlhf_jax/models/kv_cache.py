@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 
 @struct.dataclass
 class KVCache:
-    """One pair of buffers a layer, so that a `while_loop` that carries them writes in place."""
+    """One pair of buffers a layer, so that a `while_loop` that carries them writes in place.
+
+    The next token of every row is written to the same column, and after the last column comes the first.
+    Rows may begin at different times all the same: which columns a row attends to is in its mask, and which
+    position a token has is in its key. So a token is written as one slice, where an index by row would be a
+    scatter.
+    """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]  # (k_BKSE, v_BKSE) of each layer
-    mask_BS: jax.Array  # bool, True on slots that may be attended to
-    slot_B: jax.Array  # int32, the slot that the next token is written to
+    mask_BS: jax.Array  # bool, True on columns that may be attended to
+    column: jax.Array  # int32, where the next token of every row is written
     position_B: jax.Array  # int32, the position of the next token
 
     @property
@@ -23,37 +31,53 @@ class KVCache:
         return self.mask_BS.shape[1]
 
     def advance(self) -> KVCache:
-        """The cache with the next slot open to attention and the counters moved on."""
-        mask_BS = jax.vmap(lambda mask_S, slot: mask_S.at[slot].set(True))(self.mask_BS, self.slot_B)
+        """The cache with the next column open to attention and the counters moved on."""
+        open_B1 = jnp.ones((self.mask_BS.shape[0], 1), bool)
         return dataclasses.replace(
-            self, mask_BS=mask_BS, slot_B=self.slot_B + 1, position_B=self.position_B + 1
+            self,
+            mask_BS=lax.dynamic_update_slice_in_dim(self.mask_BS, open_B1, self.column, 1),
+            column=(self.column + 1) % self.length,
+            position_B=self.position_B + 1,
+        )
+
+    def place(self, new: KVCache, put: Callable[[jax.Array, jax.Array], jax.Array]) -> KVCache:
+        """The cache with some rows anew, their tokens turned so that they end before the next column.
+
+        Args:
+          new: as many columns.
+          put: (all rows, new rows) -> all rows, for arrays whose first axis is the row.
+        """
+        shift = self.column - new.column
+
+        def put_pair(pair, new_pair):
+            return tuple(put(x, jnp.roll(new_x, shift, 2)) for x, new_x in zip(pair, new_pair, strict=True))
+
+        return dataclasses.replace(
+            self,
+            layers=tuple(map(put_pair, self.layers, new.layers)),
+            mask_BS=put(self.mask_BS, jnp.roll(new.mask_BS, shift, 1)),
+            position_B=put(self.position_B, new.position_B),
         )
 
 
-def write_slot(x_BKSE, slot_B, new_BKE):
-    """The buffer with one more token a row; nothing changes in a row whose slot is past its end.
-
-    A `vmap` over rows, since indices that name the rows would have each device collect all rows' tokens.
-    """
-
-    def write(x_KSE, slot, new_KE):
-        return x_KSE.at[:, slot].set(new_KE.astype(x_KSE.dtype), mode="drop")
-
-    return jax.vmap(write)(x_BKSE, slot_B, new_BKE)
+def write_column(x_BKSE, column, new_BTKE):
+    """The buffer with one more token (T = 1) of every row."""
+    new_BKTE = new_BTKE.swapaxes(1, 2).astype(x_BKSE.dtype)
+    return lax.dynamic_update_slice_in_dim(x_BKSE, new_BKTE, column, 2)
 
 
 def fill_cache(pairs, mask_BP, length: int) -> KVCache:
-    """A cache of `length` slots that begins with the keys and values [B, P, K, E] of a prompt."""
-    B, P = mask_BP.shape
+    """A cache of `length` columns that begins with the keys and values [B, P, K, E] of a prompt."""
+    P = mask_BP.shape[1]
     if length < P:
         raise ValueError(f"cache_length {length} is below the prompt's width {P}")
 
-    def slots(x_BPKE):
+    def columns(x_BPKE):
         return jnp.pad(x_BPKE.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, length - P), (0, 0)))
 
     return KVCache(
-        layers=tuple((slots(k), slots(v)) for k, v in pairs),
+        layers=tuple((columns(k), columns(v)) for k, v in pairs),
         mask_BS=jnp.pad(mask_BP, ((0, 0), (0, length - P))),
-        slot_B=jnp.full((B,), P, jnp.int32),
+        column=jnp.int32(P % length),
         position_B=mask_BP.sum(-1).astype(jnp.int32),
     )

@@ -46,9 +46,9 @@ class Block(nn.Module):
         out, pair = self.attention(self.attention_norm(x_BTD), turn, mask_BT, causal=True)
         return self._feed(x_BTD + out), pair
 
-    def decode(self, x_BTD, turn, pair, mask_BS, slot_B):
+    def decode(self, x_BTD, turn, pair, mask_BS, column):
         """(x_BTD, pair) for one token a row."""
-        out, pair = self.attention.decode(self.attention_norm(x_BTD), turn, pair, mask_BS, slot_B)
+        out, pair = self.attention.decode(self.attention_norm(x_BTD), turn, pair, mask_BS, column)
         return self._feed(x_BTD + out), pair
 
     def _feed(self, x_BTD):
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         return self.scalar(hidden_BTD)
 
     def prefill(self, tokens_BP, mask_BP, cache_length: int):
-        """(float32 logits_BV of each row's last valid token, cache of cache_length slots with P written)."""
+        """(float32 logits_BV of each row's last valid token, cache of cache_length columns, P written)."""
         x, turn, mask_BP = self._embed(tokens_BP, mask_BP, cache_length)
         if self.scan_layers:
             x, (keys, values) = self.layers.prefill(x, turn, mask_BP)
@@ -159,13 +159,13 @@ class Transformer(nn.Module):
         """(float32 logits_BV, cache) after one more token a row."""
         if self.scan_layers:
             raise ValueError("decode needs model.clone(scan_layers=False) and parameters from unstack_layers")
-        position_B1, slot_B = cache.position_B[:, None], cache.slot_B
+        position_B1, column = cache.position_B[:, None], cache.column
         cache = cache.advance()
         x = self.embed(tokens_B[:, None])
         x, turn = self._place(x, position_B1)
         pairs = []
         for layer, pair in zip(self.layers, cache.layers, strict=True):
-            x, pair = layer.decode(x, turn, pair, cache.mask_BS, slot_B)
+            x, pair = layer.decode(x, turn, pair, cache.mask_BS, column)
             pairs.append(pair)
         return self.unembed(self.final_norm(x[:, 0])), dataclasses.replace(cache, layers=tuple(pairs))
 

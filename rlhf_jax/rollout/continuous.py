@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rlhf_jax.rollout.decoder import Decoder, repeat_rows
+from rlhf_jax.rollout.decoder import Decoder, place_rows, repeat_rows
 from rlhf_jax.rollout.sampling import Sampling, row_uniforms
 from rlhf_jax.sharding.rules import batch_shards, constrain_rows
 from rlhf_jax.types import Prompts, Rollout
 
-REFILL = 8  # a refill places one slot in so many: with more they wait longer, with fewer prefills are small
+REFILL = 16  # a refill places one slot in so many: with more they wait longer, with fewer prefills are small
 WORTH = 0.75  # a refill begins when this share of what it could place finds a free slot
 
 
@@ -91,7 +91,7 @@ class _Queue:
             row_GB=jnp.full((G, B), N, jnp.int32),
             t_GB=jnp.zeros((G, B), jnp.int32),
             token_GB=jnp.zeros((G, B), jnp.int32),
-            cache=jax.tree.map(lambda x: constrain_rows(jnp.zeros(x.shape, x.dtype)), shapes),
+            cache=jax.tree.map(_empty, shapes),
             taken_G=jnp.zeros(G, jnp.int32),
             response_GNT=jnp.zeros((G, N, T), jnp.int32),
             logprobs_GNT=jnp.zeros((G, N, T), jnp.float32),
@@ -128,13 +128,13 @@ class _Queue:
         made = self.decoder.prefill(self.params, tokens_cP, mask_cP, self.cache_length)
         logits_CV, new = repeat_rows(made, self.samples)
 
-        def place(cache, rows):
+        def put(all_rows, new_rows):
             groups = slots.row_GB.shape[0]
-            return _flat(_put(_grouped(cache, groups), slot_GC, _grouped(rows, groups)))
+            return _flat(_put(_grouped(all_rows, groups), slot_GC, _grouped(new_rows, groups)))
 
         slots = dataclasses.replace(
             slots,
-            cache=jax.tree.map(place, slots.cache, new),
+            cache=place_rows(slots.cache, new, put),
             taken_G=slots.taken_G + placed_GC.sum(-1),
         )
         return self.emit(slots, slot_GC, row_GC, jnp.zeros_like(row_GC), logits_CV)
@@ -217,3 +217,8 @@ def _take(x_GN, index_Gb):
 def _put(x_GN, index_Gb, values_Gb):
     """x with x[g, index[g]] = values[g]; nothing where there is no such row."""
     return jax.vmap(lambda x, index, values: x.at[index].set(values, mode="drop"))(x_GN, index_Gb, values_Gb)
+
+
+def _empty(leaf: jax.ShapeDtypeStruct):
+    zeros = jnp.zeros(leaf.shape, leaf.dtype)
+    return constrain_rows(zeros) if leaf.ndim else zeros

@@ -12,7 +12,7 @@ from flax import struct
 
 
 class Decoder(NamedTuple):
-    """Two functions over a cache of which every leaf's first axis is the row.
+    """Two functions over a cache: a tree whose leaves' first axis is the row; scalars belong to all rows.
 
     prefill: (params, tokens_BP, mask_BP, cache_length) -> (logits_BV of each row's last token, cache)
     decode: (params, token_B, cache) -> (logits_BV, cache)
@@ -71,4 +71,13 @@ def recomputing_decoder(model: nn.Module) -> Decoder:
 
 def repeat_rows(tree: Any, times: int) -> Any:
     """Every row of every leaf, `times` times in a row."""
-    return tree if times == 1 else jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), tree)
+    return jax.tree.map(lambda x: x if times == 1 or x.ndim == 0 else jnp.repeat(x, times, axis=0), tree)
+
+
+def place_rows(cache: Any, new: Any, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
+    """The cache with some rows anew, by its own `place` where it has one.
+
+    Args:
+      put: (all rows, new rows) -> all rows, for one leaf.
+    """
+    return cache.place(new, put) if hasattr(cache, "place") else jax.tree.map(put, cache, new)

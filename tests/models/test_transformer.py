@@ -37,7 +37,7 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(config):
     for t in range(5, 8):
         logits, cache = call(looped[0], "decode", looped[1], tokens[:, t], cache)
         np.testing.assert_allclose(logits, whole[:, t], atol=ATOL)
-    np.testing.assert_array_equal(cache.slot_B, 8)
+    np.testing.assert_array_equal(cache.column, 8)
     np.testing.assert_array_equal(cache.position_B, mask.sum(-1))
 
 

@@ -21,7 +21,7 @@ from . import tiny
 
 KEY = jax.random.key(1)
 RNG = np.random.default_rng(0)
-ROWS = [RNG.integers(0, 24, RNG.integers(1, 6)).tolist() for _ in range(24)]
+ROWS = [RNG.integers(0, 24, RNG.integers(1, 6)).tolist() for _ in range(40)]
 # The batch of a matrix product decides how its sums are split: float32 rounding of logits of about 10.
 ATOL = 1e-5
 
@@ -40,7 +40,7 @@ def at_once():
     return tiny.respond(tiny.prompts_of(ROWS), KEY)
 
 
-@pytest.mark.parametrize("slots", [1, 5, 16], ids="{} slots".format)
+@pytest.mark.parametrize("slots", [1, 5, 33], ids="{} slots".format)
 def test_slots_change_nothing(slots):
     """One slot; refills of one prompt; refills of two."""
     lengths = at_once().length_B
@@ -75,7 +75,7 @@ def test_a_module_without_a_cache():
 @pytest.mark.parametrize("slots", [None, 5], ids=["at once", "five slots"])
 def test_limits_by_row(slots):
     """A row with a limit is the row without one, cut off there; truncated unless it had ended by then."""
-    limit_B = 1 + np.arange(24) % 8
+    limit_B = 1 + np.arange(40) % 8
     sample = tiny.generator(**tiny.SETTINGS, slots=slots)
     got = jax.device_get(
         sample(unstack_layers(tiny.PARAMS), tiny.prompts_of(ROWS), KEY, jnp.asarray(limit_B))
@@ -135,13 +135,13 @@ def test_a_row_that_ends_with_its_first_token_leaves_its_slot_at_once():
     assert work.steps == 1
 
 
-def test_sixteen_slots_are_filled_two_at_a_time():
+def test_thirty_two_slots_are_filled_two_at_a_time():
     """And a refill waits for its second slot, but not for rows that do not exist."""
-    limits = [2] + [8] * 15 + [3, 3, 3]
-    got, work, prefills = scripted(limits, slots=16)
+    limits = [2] + [8] * 31 + [3, 3, 3]
+    got, work, prefills = scripted(limits, slots=32)
     assert got.length_B.tolist() == limits
-    assert [rows for rows in prefills if rows[0] < 16] == [[b, b + 1] for b in range(0, 16, 2)]
-    assert prefills[8:] == [[16, 17], [18, 18]]  # 18 alone; the second place is nobody's
+    assert prefills[:16] == [[b, b + 1] for b in range(0, 32, 2)]
+    assert prefills[16:] == [[32, 33], [34, 34]]  # 34 alone; the second place is nobody's
     assert work.waiting_steps == 7  # after step 1 one slot is free, and a refill could place two
 
 
