@@ -19,26 +19,14 @@ import jax
 from jax import lax
 from jax.sharding import Sharding
 
-from rlhf_jax.errors import InputError
 from rlhf_jax.settings import Lora
 
 A, B, HEAD = "lora_a", "lora_b", "head"
 
 
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with adapters; rank 0: the model itself.
-
-    Raises:
-      InputError: a module of another's making, which has no place for them.
-    """
-    if lora.rank == 0:
-        return model
-    if not hasattr(model, "lora"):
-        raise InputError(
-            f"lora.rank={lora.rank}: {type(model).__name__} has no field `lora`; use lora.rank=0 for modules "
-            "of your own"
-        )
-    return model.clone(lora=lora)
+    """The model with adapters; rank 0: the model itself."""
+    return model if lora.rank == 0 else model.clone(lora=lora)
 
 
 def learnt(params: Mapping) -> dict:

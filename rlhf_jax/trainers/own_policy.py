@@ -56,6 +56,8 @@ def _task(
     save_policy: Callable[[Any, int], None],
 ) -> tuple[PpoTask, Callable[[], Learner]]:
     check(config)
+    if config.lora.rank:
+        raise InputError(f"lora.rank={config.lora.rank}: modules of your own learn whole; use lora.rank=0")
     if config.eval.every and not held_out:
         raise InputError(
             f"eval.every={config.eval.every} needs held_out prompts; give some or use eval.every=0"

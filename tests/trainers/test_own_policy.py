@@ -99,9 +99,10 @@ class Counting(nn.Module):
     [
         ("ppo.batch_size=9", Constant(4), r"ppo\.batch_size=9"),
         ("eval.every=5", Constant(4), "held_out"),
+        ("lora.rank=2", Constant(4), "use lora.rank=0"),
         ("ppo.batch_size=16", Counting(), "'counts'.*keeps state"),
     ],
-    ids=["a batch that does not divide", "evaluation without prompts", "a module with state"],
+    ids=["a batch that does not divide", "evaluation without prompts", "adapters", "a module with state"],
 )
 def test_what_cannot_work_is_refused_at_once(setting, module, message):
     variables = module.init(jax.random.key(0), jnp.zeros((1, 1), int), jnp.ones((1, 1), bool))
