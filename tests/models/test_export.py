@@ -7,10 +7,12 @@ import pytest
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.models import export, export_model, load_model, load_tokenizer, read_hf_config, unstack_layers
+from rlhf_jax.models.lora import join, learnt, merged, with_adapters
+from rlhf_jax.settings import Lora
 
 from . import checkpoints
 from .test_weights import layout
-from .tiny import call
+from .tiny import call, randomised
 
 torch = pytest.importorskip("torch")
 
@@ -174,3 +176,22 @@ def test_shards_of_any_mesh_give_the_same_files(family, head, sizes, tmp_path):
     one, eight = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("one", "eight"))
     assert one == eight
     assert "model.safetensors" in one
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_adapters_are_merged_into_what_transformers_loads(family, tmp_path):
+    """Convolution kernels lie the other way round than linear ones."""
+    base, variables = load_model(
+        checkpoints.save(checkpoints.hf_model(family, "lm"), tmp_path / "in"), head="lm"
+    )
+    lora = Lora(rank=2, alpha=4.0)
+    model = with_adapters(base, lora)
+    params = join(variables["params"], learnt(randomised(model)["params"]))
+    export_model(tmp_path / "out", model, {"params": merged(params, lora)}, tokenizer=checkpoints.tokenizer())
+    rows = checkpoints.ragged()
+    tokens, mask = checkpoints.pad(rows, "right")
+    ours = checkpoints.log_softmax(call(model, "__call__", {"params": params}, tokens, mask))
+    plain = checkpoints.log_softmax(call(base, "__call__", variables, tokens, mask))
+    for i, theirs in enumerate(checkpoints.torch_outputs(reload(tmp_path / "out", "lm"), rows)):
+        np.testing.assert_allclose(ours[i, : len(rows[i])], theirs, atol=1e-4)
+        assert np.abs(plain[i, : len(rows[i])] - theirs).max() > 0.1
