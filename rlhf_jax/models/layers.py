@@ -92,7 +92,7 @@ class Linear(nn.Module):
     def __call__(self, x):
         n = len(self.inputs)
         kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, self.param_dtype)
-        y = projection(x.astype(self.dtype), kernel.astype(self.dtype), n)
+        y: Any = projection(x.astype(self.dtype), kernel.astype(self.dtype), n)
         if self.use_bias:
             # A bias along the model width is small and added everywhere: never split.
             axes = tuple("norm" if axis == "embed" else axis for axis in self.axes[n:])
