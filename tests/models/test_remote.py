@@ -1,6 +1,7 @@
 """Models on an object store: written through epath, copied before they are read, as they are there."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from etils import epath
 from etils.epath.gpath import PosixGPath
 
 from rlhf_jax.errors import InputError
-from rlhf_jax.models import export_model, load_model, load_tokenizer, read_hf_config
+from rlhf_jax.models import export_model, load_model, load_tokenizer, read_hf_config, remote
 from rlhf_jax.models.checkpoints import INDEX
 from tests import bucket
 
@@ -18,12 +19,17 @@ from .tiny import GPT2, made
 
 PLACE = "gs://store/models/gpt2"
 MODEL = dataclasses.replace(GPT2, vocab_size=304)
+COPIES = []  # of the tests before: their folders go with the process, not earlier
 
 
 @pytest.fixture
 def store(monkeypatch, tmp_path):
+    """A bucket, and copies that know of no other: equal names, sizes and seconds are taken for the same."""
     (tmp_path / "store").mkdir()
     bucket.mount(monkeypatch, tmp_path)
+    copied = functools.cache(remote._copied.__wrapped__)
+    COPIES.append(copied)
+    monkeypatch.setattr(remote, "_copied", copied)
     return tmp_path
 
 
