@@ -110,8 +110,8 @@ class Linear(nn.Module):
         shape_b, axes_b = (lora.rank, *self.outputs), ("rank", *axes[n:])
         a = parameter(self, "lora_a", shape_a, axes_a, self.param_dtype, size_kept)
         b = parameter(self, "lora_b", shape_b, axes_b, self.param_dtype, nn.initializers.zeros)
-        low = product(x.astype(self.dtype), a.astype(self.dtype), n)
-        return product(low * (lora.alpha / lora.rank), b.astype(self.dtype))
+        low: Any = projection(x.astype(self.dtype), a.astype(self.dtype), n)
+        return projection(low * (lora.alpha / lora.rank), b.astype(self.dtype), 1)
 
 
 class Norm(nn.Module):
