@@ -74,6 +74,21 @@ def test_what_generates_is_what_learns(tiny, tmp_path, tasks):
 
 
 @pytest.mark.slow
+def test_roles_on_devices_of_their_own_have_bases_of_their_own(tiny, tmp_path, tasks):
+    places = {"train": "0-3", "generate": "0-3", "critic": "4-5", "reference": "6-7", "reward": "6-7"}
+    split = [f"placement.{role}.devices={devices}" for role, devices in places.items()]
+    pipeline.ppo(tiny(REWARD, *LORA, *split, "ppo.iterations=2"))
+    task, learner = tasks[-1]
+    reference = flatten(task.evaluator.reference_params)
+    for base, first, last in ((task.bases.actor, 0, 3), (task.bases.critic, 4, 5)):
+        for path, leaf in flatten(base).items():
+            assert {device.id for device in leaf.sharding.device_set} == set(range(first, last + 1))
+            np.testing.assert_array_equal(leaf, reference[path])
+    assert "head/kernel" in flatten(learner.critic.params)
+    assert abs(records(tmp_path / "run")[-1]["reward/kl"]) > 1e-4
+
+
+@pytest.mark.slow
 def test_a_whole_run_goes_on_bit_equal(tiny, tmp_path):
     settings = [*LORA, "sft.epochs=1", "reward.model=policy", "eval.every=1"]
     pipeline.run(tiny(*settings))
