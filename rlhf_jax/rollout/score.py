@@ -29,24 +29,26 @@ def response_logprobs(
     Returns:
       (logprobs_BT, entropy_BT), float32; whatever at masked positions.
     """
-    P = rollout.tokens_BS.shape[1] - rollout.mask_BT.shape[1]
+    T = rollout.mask_BT.shape[1]
     inputs = rollout.tokens_BS[:, :-1], rollout.mask_BS[:, :-1]
     if not (hasattr(model, "hidden") and hasattr(model, "unembed")):
         whole_BSV: Any = model.apply({"params": params}, *inputs)
-        logits_BTV = whole_BSV[:, P - 1 :].astype(jnp.float32) / temperature
+        logits_BTV = whole_BSV[:, -T:].astype(jnp.float32) / temperature
         return token_logprobs(logits_BTV, rollout.response_BT), entropy_from_logits(logits_BTV)
     hidden_BSD: Any = model.apply({"params": params}, *inputs, method="hidden")
+    return hidden_logprobs(model, params, hidden_BSD[:, -T:], rollout.response_BT, temperature=temperature)
+
+
+def hidden_logprobs(
+    model: nn.Module, params: Any, hidden_BTD: jax.Array, tokens_BT: jax.Array, *, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """(logprobs_BT, entropy_BT) of tokens, from the hidden states before them; CHUNK tokens at once."""
 
     def unembed(hidden):
         return model.apply({"params": params}, hidden, method="unembed")
 
-    return chunked_logprobs(
-        hidden_BSD[:, P - 1 :],
-        unembed,
-        rollout.response_BT,
-        temperature=temperature,
-        chunk=CHUNK * batch_shards(),
-    )
+    chunk = CHUNK * batch_shards()
+    return chunked_logprobs(hidden_BTD, unembed, tokens_BT, temperature=temperature, chunk=chunk)
 
 
 def response_values(model: nn.Module, params: Any, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
@@ -77,12 +79,8 @@ def response_logprobs_and_values(
     """
     T = rollout.mask_BT.shape[1]
     hidden_BSD: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS, method="hidden")
-
-    def unembed(hidden):
-        return model.apply({"params": params}, hidden, method="unembed")
-
-    logprobs_BT, entropy_BT = chunked_logprobs(
-        hidden_BSD[:, -T - 1 : -1], unembed, rollout.response_BT, temperature=temperature, chunk=CHUNK
+    logprobs_BT, entropy_BT = hidden_logprobs(
+        model, params, hidden_BSD[:, -T - 1 : -1], rollout.response_BT, temperature=temperature
     )
     values_BS: Any = critic.apply({"params": head_params}, hidden_BSD[:, -T - 1 :], method="values")
     return logprobs_BT, entropy_BT, *_split_values(values_BS, rollout)

@@ -16,15 +16,14 @@ from rlhf_jax.data.batches import pad_rows, sequential_batches, width_for
 from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
-from rlhf_jax.losses import chunked_logprobs
 from rlhf_jax.losses.masked import counts, token_weights, weighted_sum
 from rlhf_jax.metrics import MetricsLog
 from rlhf_jax.rollout.reward_model import WIDTH_STEP
-from rlhf_jax.rollout.score import CHUNK
+from rlhf_jax.rollout.score import hidden_logprobs
 from rlhf_jax.settings import Run, Sft
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.processes import put
-from rlhf_jax.sharding.rules import batch_sharding, batch_shards, in_view
+from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.supervised import SupervisedTask, train_supervised
 from rlhf_jax.trainers.timing import CompileClock
@@ -76,16 +75,10 @@ def sft_loss(
     params: Any, batch: Dialogues, *, model: nn.Module, denominator: dict[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Negative log-likelihood in nats a response token: a sum over rows over the whole batch's tokens."""
-    hidden_BTD = model.apply(
+    hidden_BTD: Any = model.apply(
         {"params": params}, batch.tokens_BT[:, :-1], batch.mask_BT[:, :-1], method="hidden"
     )
-
-    def unembed(hidden):
-        return model.apply({"params": params}, hidden, method="unembed")
-
-    logprobs_BT, _ = chunked_logprobs(
-        hidden_BTD, unembed, batch.tokens_BT[:, 1:], temperature=1.0, chunk=CHUNK * batch_shards()
-    )
+    logprobs_BT, _ = hidden_logprobs(model, params, hidden_BTD, batch.tokens_BT[:, 1:], temperature=1.0)
     weights_BT = token_weights(batch.target_BT[:, 1:], "token_mean", **denominator, dtype=logprobs_BT.dtype)
     return -weighted_sum(logprobs_BT, weights_BT), {}
 
