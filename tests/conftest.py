@@ -1,5 +1,6 @@
 """Eight virtual devices, strict ranks, and the switches for the longer suites."""
 
+import gc
 import os
 import pathlib
 
@@ -17,6 +18,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 SHARED = pathlib.Path(os.environ.get("RLHF_JAX_SHARED", pathlib.Path(__file__).parents[2] / "shared"))
 
+MAPS, MOST_MAPS = pathlib.Path("/proc/self/maps"), 20_000  # of 65,530 (vm.max_map_count)
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
@@ -29,6 +32,15 @@ def pytest_collection_modifyitems(config, items):
             for item in items:
                 if name in item.keywords:
                     item.add_marker(pytest.mark.skip(reason=f"needs --{name}"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs():
+    """Compiled programs are memory maps, and a process that has as many as Linux allows is aborted."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
