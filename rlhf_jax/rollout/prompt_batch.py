@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from rlhf_jax.data.batches import pad_rows, width_for
+from rlhf_jax.rollout.token_rows import rendered_rows
 from rlhf_jax.sharding.mesh import View
-from rlhf_jax.sharding.processes import put, share_rows
+from rlhf_jax.sharding.processes import put
 from rlhf_jax.sharding.rules import batch_sharding
 from rlhf_jax.types import Prompts
 
@@ -36,13 +37,6 @@ def prompt_batch(
     Args:
       render: row of the batch -> token ids, at most `limit`.   row_ids: name each row's sampling stream.
     """
-
-    def lengths_and_tokens(rows: np.ndarray) -> np.ndarray:
-        tokens, mask = pad_rows([render(b) for b in rows.tolist()], limit, "left", 0)
-        return np.concatenate([mask.sum(1, keepdims=True, dtype=np.int32), tokens], axis=1)
-
-    found = share_rows(lengths_and_tokens, len(row_ids))
-    length_B, width = found[:, 0], prompt_width(int(found[:, 0].max()), limit)
-    tokens_BP = np.ascontiguousarray(found[:, -width:])
-    mask_BP = np.arange(width)[None] >= width - length_B[:, None]
+    rows = rendered_rows(render, len(row_ids), limit)
+    tokens_BP, mask_BP = pad_rows(rows, prompt_width(max(map(len, rows)), limit), "left", 0)
     return Prompts(*put((tokens_BP, mask_BP, row_ids.astype(np.int32)), batch_sharding(view)))

@@ -22,6 +22,7 @@ from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.rollout.score import with_final_eos
+from rlhf_jax.rollout.token_rows import rendered_rows
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import to_device
 from rlhf_jax.sharding.processes import fetch, put, share_rows
@@ -91,15 +92,10 @@ class RewardModel:
         for what is few tokens to the policy, and a run must not end over it.
         """
 
-        def render(rows: np.ndarray) -> np.ndarray:
-            """Lengths and token ids [rows, 1 + max_length]: ragged rows do not travel between processes."""
-            clip, mine = self.renderer.clipped_dialogue, _numbers(rows)
-            rendered = [clip(prompts[i], responses[i], self.max_length) for i in mine]
-            tokens, mask = pad_rows(rendered, self.max_length, "right", 0)
-            return np.concatenate([mask.sum(1, keepdims=True, dtype=np.int32), tokens], axis=1)
+        def render(row: int) -> list[int]:
+            return self.renderer.clipped_dialogue(prompts[row], responses[row], self.max_length)
 
-        padded = share_rows(render, len(responses))
-        return self.score_tokens([row[1 : 1 + row[0]].tolist() for row in padded])
+        return self.score_tokens(rendered_rows(render, len(responses), self.max_length))
 
     def score_tokens(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Raw scores of rendered dialogues, of any number and lengths."""
@@ -128,9 +124,8 @@ class RewardFunction:
     def __call__(
         self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
     ) -> np.ndarray:
-        def share(rows: np.ndarray) -> np.ndarray:
-            mine = _numbers(rows)
-            return self._scores([prompts[i] for i in mine], [responses[i] for i in mine])
+        def share(rows: range) -> np.ndarray:
+            return self._scores([prompts[i] for i in rows], [responses[i] for i in rows])
 
         return share_rows(share, len(responses))
 
@@ -157,10 +152,6 @@ class RewardFunction:
             row = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise InputError(f"{self.name} gave {scores[row]} for response {row}; return finite numbers")
         return scores
-
-
-def _numbers(rows: np.ndarray) -> list[int]:
-    return rows.tolist()
 
 
 def _import_function(name: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ here is the plain thing.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,13 +72,7 @@ def _placer(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda key: key, out_shardings=sharding)
 
 
-def held_rows(sharding: Sharding, count: int) -> np.ndarray:
-    """The rows, of `count`, that this process's devices hold under a sharding of rows."""
-    indices = sharding.addressable_devices_indices_map((count,)).values()
-    return np.unique(np.concatenate([np.arange(count)[index] for index in indices]))
-
-
-def share_rows(work: Callable[[np.ndarray], np.ndarray], count: int) -> np.ndarray:
+def share_rows(work: Callable[[range], np.ndarray], count: int) -> np.ndarray:
     """`work(rows)` for each process's share of `count` rows, put together on every process.
 
     Args:
@@ -86,8 +81,10 @@ def share_rows(work: Callable[[np.ndarray], np.ndarray], count: int) -> np.ndarr
       InputError: one process's work raised it; all raise the same.
     """
     if jax.process_count() == 1:
-        return work(np.arange(count))
-    shares = np.array_split(np.arange(count), jax.process_count())
+        return work(range(count))
+    n = jax.process_count()
+    ends = [-(-i * count // n) for i in range(n + 1)]  # the first share is as long as any
+    shares = [range(*pair) for pair in itertools.pairwise(ends)]
     mine = shares[jax.process_index()]
     result: np.ndarray | None = None
 

@@ -17,6 +17,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rlhf_jax.errors import InputError
 from rlhf_jax.sharding import processes
+from tests.sharding.test_processes import held_rows
 me = jax.process_index()
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("row", "column"), axis_types=(AxisType.Auto,) * 2)
 rows = NamedSharding(mesh, PartitionSpec("row"))
@@ -28,12 +29,19 @@ def rows_sharding():
     return NamedSharding(mesh, PartitionSpec("row"))
 
 
+def held_rows(x):
+    """The numbers of x that are in this process's memory."""
+    return np.unique(np.concatenate([shard.data for shard in x.addressable_shards])).astype(int).tolist()
+
+
 def test_one_process_does_everything_itself():
     x = processes.put(np.arange(8.0), rows_sharding())
     assert processes.is_primary()
     np.testing.assert_array_equal(processes.fetch({"x": x})["x"], np.arange(8.0))
-    np.testing.assert_array_equal(processes.held_rows(rows_sharding(), 8), np.arange(8))
-    np.testing.assert_array_equal(processes.share_rows(lambda rows: rows * 2, 5), 2 * np.arange(5))
+    np.testing.assert_array_equal(held_rows(x), np.arange(8))
+    np.testing.assert_array_equal(
+        processes.share_rows(lambda rows: 2 * np.asarray(rows), 5), 2 * np.arange(5)
+    )
     assert processes.agreed(True)
     assert not processes.any_process(False)
     with pytest.raises(InputError, match="no"):
@@ -46,13 +54,13 @@ def test_two_processes_put_share_and_fetch_the_same_whole():
         + """
 asked = []
 def twice(rows):
-    asked.extend(rows.tolist())
-    return np.stack([rows, 2 * rows], 1)
+    asked.extend(rows)
+    return np.stack([rows, 2 * np.asarray(rows)], 1)
 whole = processes.share_rows(twice, 5)
 x = processes.put(np.arange(8.0), rows)
 key = processes.put_key(jax.random.key(3), NamedSharding(mesh, PartitionSpec()))
 print("\\n" + json.dumps({
-    "asked": asked, "whole": whole.tolist(), "held": processes.held_rows(rows, 8).tolist(),
+    "asked": asked, "whole": whole.tolist(), "held": held_rows(x),
     "fetched": processes.fetch(x * 3).tolist(), "uniform": float(jax.jit(jax.random.uniform)(key)),
     "any": bool(processes.any_process(me == 1)), "none": bool(processes.any_process(False)),
     "agreed": processes.agreed(me == 0),
