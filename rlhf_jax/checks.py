@@ -24,6 +24,7 @@ CHOICES = {
     "ppo.kl_kind": ("k1", "k2", "k3", "abs"),
     "ppo.kl_placement": ("reward", "loss"),
     "ppo.old_logprobs": ("auto", "rollout", "recompute"),
+    "policy.remat": ("none", "products", "layers"),
     "rollout.dtype": ("float32", "bfloat16"),
     "run.resume": ("auto", "never"),
 }

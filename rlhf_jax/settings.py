@@ -45,8 +45,11 @@ class Policy:
     dtype: str = option(
         "float32", "type of the computation: float32 or bfloat16 (weights and Adam's moments stay float32)"
     )
-    remat: bool = option(
-        False, "recompute each layer's activations in the backward pass: less memory, about a third more work"
+    remat: str = option(
+        "products",
+        "what the backward pass recomputes: none; products (all but the results of matrix products with "
+        "weights); layers (all but each layer's input: least memory, about a third more work). Of policy, "
+        "critic and reward model",
     )
 
 

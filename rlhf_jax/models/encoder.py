@@ -13,6 +13,7 @@ from rlhf_jax.models.attention import Attention
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import ENCODER_HEADS, ClassifierHead
 from rlhf_jax.models.layers import Mlp, Norm, Table, positions_of, take_position
+from rlhf_jax.models.remat import recomputed
 from rlhf_jax.settings import Lora
 from rlhf_jax.sharding.rules import constrain
 
@@ -45,7 +46,7 @@ class Encoder(nn.Module):
     config: EncoderConfig
     head: str = "score"
     dtype: Any = jnp.float32
-    remat: bool = False
+    remat: str = "none"
     param_dtype: Any = jnp.float32
     lora: Lora | None = None
 
@@ -60,7 +61,7 @@ class Encoder(nn.Module):
         if c.token_types:
             self.token_types = Table(c.token_types, c.embed, "positions", *types)
         self.embed_norm = Norm(c.embed, "layer", c.norm_eps, *types)
-        block = nn.remat(EncoderBlock, prevent_cse=False) if self.remat else EncoderBlock
+        block = recomputed(EncoderBlock, self.remat, scanned=True)
         broadcast: Any = nn.broadcast
         scanned = nn.scan(
             block,

@@ -16,6 +16,7 @@ from rlhf_jax.models.configs import TransformerConfig
 from rlhf_jax.models.heads import DECODER_HEADS, ScalarHead, Unembed
 from rlhf_jax.models.kv_cache import KVCache, fill_cache
 from rlhf_jax.models.layers import Mlp, Norm, Table, last_valid, positions_of, take_position
+from rlhf_jax.models.remat import recomputed
 from rlhf_jax.settings import Lora
 from rlhf_jax.sharding.rules import constrain
 
@@ -64,7 +65,7 @@ class Transformer(nn.Module):
       dtype: type of the computation; norms, softmax, logits, values and scores are float32 always.
       scan_layers: True, one scanned block with stacked parameters (training); False, block after block
         (`decode` needs it). `unstack_layers` and `stack_layers` convert the parameters.
-      remat: recompute each block in the backward pass.
+      remat: what the backward pass recomputes of each block, one of `remat.POLICIES`.
       lora: adapters on the blocks' projections; None: none.
     """
 
@@ -72,7 +73,7 @@ class Transformer(nn.Module):
     head: str = "lm"
     dtype: Any = jnp.float32
     scan_layers: bool = True
-    remat: bool = False
+    remat: str = "none"
     param_dtype: Any = jnp.float32
     lora: Lora | None = None
 
@@ -92,11 +93,9 @@ class Transformer(nn.Module):
 
     def _layers(self) -> Any:
         """One scanned block, or a list of blocks."""
-        c, block = self.config, Block
+        c = self.config
+        block = recomputed(Block, self.remat, scanned=self.scan_layers)
         broadcast: Any = (nn.broadcast, nn.broadcast)
-        if self.remat:
-            policy = jax.checkpoint_policies.nothing_saveable
-            block = nn.remat(block, policy=policy, prevent_cse=not self.scan_layers, methods=["__call__"])
         if not self.scan_layers:
             return [block(c, self.dtype, self.param_dtype, self.lora) for _ in range(c.layers)]
         scanned = nn.scan(

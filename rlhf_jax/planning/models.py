@@ -45,7 +45,7 @@ def describe_reward(config: Config, policy: Described) -> Described | None:
         return None
     if reward.model == POLICY:
         dtype = jnp.dtype(reward.dtype)
-        return _described(policy.module.clone(head="score", dtype=dtype, remat=False))
+        return _described(policy.module.clone(head="score", dtype=dtype))
     if reward.model == NEW:
         shape = dataclasses.replace(reward.shape, vocab_size=policy.module.config.vocab_size)
         return _described(build_model(shape_config(shape), head="score", dtype=reward.dtype))

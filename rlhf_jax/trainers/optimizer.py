@@ -177,11 +177,19 @@ def apply_gradients(
     tx: optax.GradientTransformation, state: TrainState, grads: Any, good: jax.Array
 ) -> TrainState:
     """The state after a step with these gradients, or where they are not `good`, with one more bad step."""
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, good))
+
+    def step(grads, params, opt_state):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def stay(grads, params, opt_state):
+        return params, opt_state
+
+    # A condition, not a choice leaf by leaf: that would hold both states.
+    params, opt_state = jax.lax.cond(good, step, stay, grads, state.params, state.opt_state)
     return TrainState(
-        params=keep(optax.apply_updates(state.params, updates), state.params),
-        opt_state=keep(opt_state, state.opt_state),
+        params=params,
+        opt_state=opt_state,
         steps=state.steps + good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )

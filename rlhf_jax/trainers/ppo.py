@@ -170,7 +170,8 @@ def policy_loss(
     )
     weights_BT = token_weights(mask_BT, "token_mean", **denominator, dtype=logprobs_BT.dtype)
     metrics = {**metrics, "pg_loss": loss, "entropy": weighted_sum(entropy_BT, weights_BT)}
-    loss = loss - ppo.entropy_coef * metrics["entropy"]
+    if ppo.entropy_coef:  # without, its gradient would be computed and multiplied by 0
+        loss = loss - ppo.entropy_coef * metrics["entropy"]
     if ppo.kl_placement == "loss":
         kl_BT = kl_estimate(logprobs_BT, experience.ref_logprobs_BT, ppo.kl_kind)
         metrics["kl_loss"] = weighted_sum(kl_BT, weights_BT)

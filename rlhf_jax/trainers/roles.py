@@ -114,15 +114,15 @@ def load_backbone(reward: Reward, policy: LoadedModel, seed: int) -> LoadedModel
     section 3.5); `new` is a fresh model that reads with the policy's tokenizer.
     """
     if reward.model == POLICY:
-        model = policy.model.clone(head="score", dtype=jnp.dtype(reward.dtype), remat=False)
+        model = policy.model.clone(head="score", dtype=jnp.dtype(reward.dtype))
         weights = TrunkWeights(policy.weights, FreshWeights(model, seed + 1))
         return LoadedModel(model, weights, policy.renderer)
     if reward.model != NEW:
         model, weights = open_model(reward.model, head="score", dtype=reward.dtype, seed=seed)
-        return LoadedModel(model, weights, load_renderer(reward.model))
+        return LoadedModel(model.clone(remat=policy.model.remat), weights, load_renderer(reward.model))
     shape = dataclasses.replace(reward.shape, vocab_size=len(policy.renderer.tokenizer))
     model, weights = _new_model(shape, "score", reward.dtype, seed + 1)
-    return LoadedModel(model, weights, policy.renderer)
+    return LoadedModel(model.clone(remat=policy.model.remat), weights, policy.renderer)
 
 
 def reward_directory(config: Config, path: epath.Path) -> str:

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from rlhf_jax.checks import CHOICES
 from rlhf_jax.errors import InputError
 from rlhf_jax.models import Transformer, init_model, stack_layers, unstack_layers
+from rlhf_jax.models.remat import POLICIES, recomputed
+from rlhf_jax.models.transformer import Block
 
 from .tiny import CONFIGS, GPT2, LLAMA, batch, call, made, prefill, quick_jit
 
@@ -98,18 +101,28 @@ def test_neither_recomputation_nor_unrolling_changes_a_gradient():
     model, variables = made(LLAMA)
     tokens, mask = batch()
 
-    def gradient(model):
-        return jax.grad(lambda v: jnp.square(model.apply(v, tokens, mask)).mean())
+    def loss(model):
+        return lambda v: jnp.square(model.apply(v, tokens, mask)).mean()
 
-    wanted = quick_jit(gradient(model))(variables)["params"]
-    recomputed = quick_jit(gradient(model.clone(remat=True)))(variables)["params"]
-    looped, params = unrolled(model.clone(remat=True), variables)
-    stacked = stack_layers(quick_jit(gradient(looped))(params)["params"])
-    for found in (recomputed, stacked):
+    def kept(model):
+        """Numbers that the forward pass keeps for the backward pass, weights among them."""
+        leaves = jax.tree.leaves(jax.eval_shape(lambda v: jax.vjp(loss(model), v)[1], variables))
+        return sum(leaf.size for leaf in leaves)
+
+    wanted = quick_jit(jax.grad(loss(model)))(variables)["params"]
+    again = [quick_jit(jax.grad(loss(model.clone(remat=r))))(variables)["params"] for r in POLICIES]
+    looped, params = unrolled(model.clone(remat="layers"), variables)
+    stacked = stack_layers(quick_jit(jax.grad(loss(looped)))(params)["params"])
+    for found in (*again, stacked):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
-    kept, thrown = (str(jax.make_jaxpr(gradient(m))(variables)) for m in (model, model.clone(remat=True)))
-    assert "remat" in thrown
-    assert "remat" not in kept
+    none, products, layers = (kept(model.clone(remat=remat)) for remat in ("none", "products", "layers"))
+    assert layers < products < none
+
+
+def test_the_settings_offer_what_there_is_to_recompute():
+    assert tuple(POLICIES) == CHOICES["policy.remat"]
+    with pytest.raises(InputError, match="remat='some' is unknown; use one of none, products, layers"):
+        recomputed(Block, "some", scanned=True)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
