@@ -157,17 +157,6 @@ def peak_memory() -> dict[str, float]:
     return peaks if device is None else {**peaks, "peak_device_gib": round(device, 3)}
 
 
-class CompileCount:
-    """Programs that XLA has compiled, or read from its cache, in this process since the count was made."""
-
-    def __init__(self):
-        self.programs = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-
-    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.programs += event == "/jax/core/compile/backend_compile_duration"
-
-
 def significant(value: Any, digits: int = 4) -> Any:
     """The value with its floats, however deep, rounded to so many digits: JSON to read."""
     if isinstance(value, dict):

@@ -175,7 +175,7 @@ def tiny_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     Host overhead: the seconds of an iteration in which the host does not wait for the device, each program
     being waited for as soon as it is dispatched. It is what stays where the device takes no time at all.
     """
-    config, clock, count = settings(args), CompileClock(), machine.CompileCount()
+    config, clock = settings(args), CompileClock()
     policy = load_model(config)
     vocab_size = policy.model.config.vocab_size
     policy = dataclasses.replace(
@@ -185,11 +185,11 @@ def tiny_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     task, first_learner = make_task(config, policy, prompts)
     learner, overheads, waits, compiled = first_learner(), [], [], []
     for number in range(args.updates):
-        timer, before = WaitTimer(clock), count.programs
+        timer, before = WaitTimer(clock), clock.programs
         learner, seconds, _ = one_update(task, learner, number, timer)
         overheads.append(1e3 * (seconds - timer.waited))
         waits.append(1e3 * timer.waited)
-        compiled.append(count.programs - before)
+        compiled.append(clock.programs - before)
     warm = min(WARM_UP, args.updates - 1)
     return {
         **machine.description(),

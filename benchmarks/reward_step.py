@@ -31,7 +31,7 @@ from rlhf_jax.trainers.optimizer import (
     state_shardings,
     update_step,
 )
-from rlhf_jax.trainers.reward import RenderedPair, pair_batch, reward_loss
+from rlhf_jax.trainers.reward import RenderedPair, longest_width, pair_batch, reward_loss
 from rlhf_jax.trainers.roles import POLICY, LoadedModel, load_backbone, load_language_model, shardings_of
 from rlhf_jax.trainers.timing import CompileClock
 
@@ -62,9 +62,9 @@ def make_step(start: LoadedModel, settings: Reward, view: Any) -> tuple[Any, Any
     places = state_shardings(tx, start.shapes, shardings_of(start.model, start.shapes, view), view)
 
     def step(state, batch):
-        pairs = batch.tokens_B2T.shape[0]
+        pairs = batch.last_GP2.size // 2
         loss = functools.partial(reward_loss, model=start.model, settings=settings, denominator=pairs)
-        return update_step(tx, loss, state, batch, settings.micro_batch_size)
+        return update_step(tx, loss, state, batch, micro_batch_size=view.batch_shards)
 
     step = in_view(view, step, donate_argnums=0, out_shardings=(places, None))
     return step, init_state(tx, start.place(view), places)
@@ -84,16 +84,17 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     start = load_backbone(settings, policy, seed=1)
     pairs = read_pairs(args.pairs, policy.renderer.tokenizer, args.batch, args.updates, args.length)
     step, state = make_step(start, settings, view)
-    seconds, lengths = [], []
+    groups = view.batch_shards * (args.batch // (args.micro or args.batch))
+    width, seconds, lengths = longest_width(pairs, args.length), [], []
     for number in range(args.updates):
         began, compiled = time.perf_counter(), clock.seconds
         rows = batch_indices(number, count=len(pairs), batch_size=args.batch, seed=1)
-        batch = pair_batch([pairs[i] for i in rows], args.length, view)
+        batch = pair_batch([pairs[i] for i in rows], width, view, groups, packed=True)
         state, metrics = step(state, batch)
         jax.device_get(metrics)
         seconds.append(time.perf_counter() - began - (clock.seconds - compiled))
         lengths.append([len(side) for i in rows for side in (pairs[i].chosen, pairs[i].rejected)])
-        print(f"update {number}: {seconds[-1]:.2f} s at width {batch.tokens_B2T.shape[-1]}", flush=True)
+        print(f"update {number}: {seconds[-1]:.2f} s, {batch.tokens_GRL.size} places", flush=True)
     jax.block_until_ready(state)
     memory = machine.peak_memory()
     limits, timed = machine.limits(args.dtype), slice(1, None) if len(seconds) > 1 else slice(None)

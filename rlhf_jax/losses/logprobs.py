@@ -66,7 +66,9 @@ def chunked_logprobs(
     @jax.checkpoint
     def one_chunk(hidden_BCD, tokens_BC):
         shape = tokens_BC.shape
-        if 1 in shape and tokens_BC.size % 2 == 0:  # beside an axis of size 1, a CPU takes three times as long
+        if (
+            1 in shape and tokens_BC.size % 2 == 0
+        ):  # beside an axis of size 1, a CPU takes three times as long
             split = (2, -1) if shape[0] == 1 else (-1, 2)
             hidden_BCD, tokens_BC = hidden_BCD.reshape(*split, hidden_BCD.shape[-1]), tokens_BC.reshape(split)
         normalised = _normalise(at_least_float32(unembed(hidden_BCD)) / temperature)

@@ -21,6 +21,8 @@ MASKED = -1e30  # finite, so that a row with nothing to attend to averages and h
 def attend(q_BTHE, k_BTKE, v_BTKE, mask_BT, *, causal: bool):
     """softmax(q k / sqrt(E)) v over valid positions, if causal only up to the query's own. Float32 softmax.
 
+    A mask of numbers in place of bool names segments, of which none sees another; 0 is padding.
+
     H/K query heads share a key/value head. They are folded into the rows of one matrix product per key/value
     head: a fifth faster on a CPU, forward and backward, than jax.nn.dot_product_attention.
 
@@ -33,6 +35,8 @@ def attend(q_BTHE, k_BTKE, v_BTKE, mask_BT, *, causal: bool):
     q = (q_BTHE * E**-0.5).reshape(B, T, K, G, E).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, E)
     scores = jnp.einsum("bkne,bske->bkns", q, k_BTKE, preferred_element_type=jnp.float32)
     allowed = mask_BT[:, None, :]
+    if mask_BT.dtype != bool:
+        allowed = (allowed > 0) & (allowed == mask_BT[:, :, None])
     if causal:
         allowed = allowed & jnp.tril(jnp.ones((1, T, T), bool))
     scores = jnp.where(allowed[:, None, None], scores.reshape(B, K, G, T, T), MASKED)

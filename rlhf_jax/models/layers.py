@@ -192,8 +192,16 @@ class Mlp(nn.Module):
 
 
 def positions_of(mask_BT):
-    """Position of each valid token in its own row, whatever the padding: cumsum(mask) - 1, at least 0."""
-    return jnp.maximum(jnp.cumsum(mask_BT.astype(jnp.int32), -1) - 1, 0)
+    """Position of each valid token in its row, whatever the padding, or in its segment.
+
+    Args:
+      mask_BT: bool, or segment numbers, each in one stretch of its row.
+    """
+    if mask_BT.dtype == bool:
+        return jnp.maximum(jnp.cumsum(mask_BT.astype(jnp.int32), -1) - 1, 0)
+    column_1T = jnp.arange(mask_BT.shape[1])[None]
+    begins_BT = jnp.diff(mask_BT, axis=1, prepend=0) != 0
+    return column_1T - lax.cummax(jnp.where(begins_BT, column_1T, 0), axis=1)
 
 
 def last_valid(mask_BT):

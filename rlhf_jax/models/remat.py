@@ -9,8 +9,8 @@ import jax
 
 from rlhf_jax.errors import InputError
 
-# What is kept beside each block's input. "none" recomputes nothing. "products" keeps what is dear to compute,
-# and of a layer's activations that is about a third; the rest costs a CPU less to compute again than to store.
+# What is kept beside each block's input. "products" keeps what is dear to compute, about a third of a layer's
+# activations; the rest costs a CPU less to compute again than to store.
 POLICIES = {
     "none": None,
     "products": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,

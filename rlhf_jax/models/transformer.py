@@ -7,7 +7,6 @@ from typing import Any
 
 import chex
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from rlhf_jax.errors import InputError
@@ -110,7 +109,12 @@ class Transformer(nn.Module):
         return scanned(c, self.dtype, self.param_dtype, self.lora)
 
     def __call__(self, tokens_BT, mask_BT=None):
-        """Float32 logits_BTV, values_BT or scores_B, by head, independent of padding side and content."""
+        """Float32 logits_BTV, values_BT or scores_B, by head, independent of padding side and content.
+
+        Args:
+          mask_BT: bool; or for packed rows int, the number of each token's segment and 0 for padding:
+            segments do not see each other, and each begins at position 0.
+        """
         hidden_BTD = self.hidden(tokens_BT, mask_BT)
         if self.head == "lm":
             return constrain(self.unembed(hidden_BTD), "batch", "length", "vocab_act")
@@ -142,7 +146,7 @@ class Transformer(nn.Module):
 
     def prefill(self, tokens_BP, mask_BP, cache_length: int):
         """(float32 logits_BV of each row's last valid token, cache of cache_length columns, P written)."""
-        x, turn, mask_BP = self._embed(tokens_BP, mask_BP, cache_length)
+        x, turn, mask_BP = self._embed(tokens_BP, mask_BP.astype(bool), cache_length)
         if self.scan_layers:
             x, (keys, values) = self.layers.prefill(x, turn, mask_BP)
             pairs = [(keys[i], values[i]) for i in range(self.config.layers)]
@@ -169,9 +173,9 @@ class Transformer(nn.Module):
         return self.unembed(self.final_norm(x[:, 0])), dataclasses.replace(cache, layers=tuple(pairs))
 
     def _embed(self, tokens_BT, mask_BT, length: int | None = None):
-        """(x_BTD, rotation or None, bool mask_BT)."""
+        """(x_BTD, rotation or None, mask_BT of bool or of segments)."""
         chex.assert_rank(tokens_BT, 2)
-        mask_BT = jnp.ones(tokens_BT.shape, bool) if mask_BT is None else mask_BT.astype(bool)
+        mask_BT = jnp.ones(tokens_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT)
         chex.assert_equal_shape([tokens_BT, mask_BT])
         length, limit = length or tokens_BT.shape[1], self.config.max_positions
         if self.config.rope is None and length > limit:

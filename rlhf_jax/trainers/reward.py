@@ -9,15 +9,18 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rlhf_jax.data.batches import pad_rows, width_for
+from rlhf_jax.data.batches import width_for
+from rlhf_jax.data.packing import pack
 from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.losses import ranking_loss
 from rlhf_jax.metrics import MetricsLog
+from rlhf_jax.models.transformer import Transformer
 from rlhf_jax.rollout.reward_model import WIDTH_STEP, RewardModel
 from rlhf_jax.settings import Reward, Run
 from rlhf_jax.sharding.mesh import View
@@ -32,10 +35,11 @@ log = logging.getLogger("rlhf_jax")
 
 @struct.dataclass
 class PairBatch:
-    """Rendered pairs, padded on the right. Axis 1 is chosen, rejected: a pair stays on one device."""
+    """Rendered pairs in G groups of P pairs, packed into R rows: see data/packing.py."""
 
-    tokens_B2T: jax.Array
-    mask_B2T: jax.Array
+    tokens_GRL: jax.Array
+    segments_GRL: jax.Array
+    last_GP2: jax.Array  # the cell of the last token of chosen and rejected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +73,7 @@ def reward_loss(
     params: Any, pairs: PairBatch, *, model: nn.Module, settings: Reward, denominator: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Ranking loss of a batch of pairs, a sum over pairs divided by `denominator`."""
-    T = pairs.tokens_B2T.shape[-1]
-    scores_N: Any = model.apply(
-        {"params": params}, pairs.tokens_B2T.reshape(-1, T), pairs.mask_B2T.reshape(-1, T)
-    )
-    scores_B2 = scores_N.reshape(-1, 2)
+    scores_B2 = pair_scores(model, params, pairs)
     return ranking_loss(
         scores_B2[:, 0],
         scores_B2[:, 1],
@@ -84,13 +84,37 @@ def reward_loss(
     )
 
 
-def pair_batch(pairs: Sequence[RenderedPair], max_length: int, view: View) -> PairBatch:
-    """Pairs on the devices, padded to one of a few widths."""
-    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    width = width_for(max(map(len, rows)), WIDTH_STEP, max_length)
-    tokens, mask = pad_rows(rows, width, "right", 0)
-    shape = (len(pairs), 2, width)
-    return PairBatch(*put((tokens.reshape(shape), mask.reshape(shape)), batch_sharding(view)))
+def pair_scores(model: nn.Module, params: Any, pairs: PairBatch) -> jax.Array:
+    """Scores of chosen and rejected, [G * P, 2]; each side is scored as it is alone."""
+    G, R, L = pairs.tokens_GRL.shape
+    tokens_NL, segments_NL = pairs.tokens_GRL.reshape(-1, L), pairs.segments_GRL.reshape(-1, L)
+    if not packs(model):
+        scores_N: Any = model.apply({"params": params}, tokens_NL, segments_NL > 0)
+        return scores_N.reshape(-1, 2)
+    values_NL: Any = model.clone(head="value").apply({"params": params}, tokens_NL, segments_NL)
+    last_GN = pairs.last_GP2.reshape(G, -1)
+    return jnp.take_along_axis(values_NL.reshape(G, R * L), last_GN, axis=1).reshape(-1, 2)
+
+
+def packs(model: nn.Module) -> bool:
+    """True where texts may share a row: an encoder scores a row by its first token."""
+    return isinstance(model, Transformer)
+
+
+def pair_batch(
+    pairs: Sequence[RenderedPair], width: int, view: View, groups: int, *, packed: bool
+) -> PairBatch:
+    """Pairs on the devices, in rows of one width."""
+    sides = [(pair.chosen, pair.rejected) for pair in pairs]
+    rows = pack(sides, width, groups, together=packed)
+    lengths_B2 = np.array([[len(text) for text in item] for item in sides], np.int32)
+    last_GP2 = rows.first_GPK + lengths_B2[rows.item_GP] - 1
+    return PairBatch(*put((rows.tokens_GRL, rows.segments_GRL, last_GP2), batch_sharding(view)))
+
+
+def longest_width(pairs: Sequence[RenderedPair], max_length: int) -> int:
+    """The width for all of these pairs."""
+    return width_for(max(len(s) for p in pairs for s in (p.chosen, p.rejected)), WIDTH_STEP, max_length)
 
 
 def pair_accuracy(reward_model: RewardModel, pairs: Sequence[RenderedPair]) -> tuple[float, float]:
@@ -138,6 +162,13 @@ def train_reward_model(
             "validation_pairs": len(held_out_pairs),
         }
 
+    packed, whole = packs(model), longest_width(pairs, settings.max_length)
+
+    def batch(index: np.ndarray, groups: int) -> PairBatch:
+        chosen = [pairs[i] for i in index]
+        width = whole if packed else longest_width(chosen, settings.max_length)
+        return pair_batch(chosen, width, view, groups, packed=packed)
+
     def loss(params, batch, *, denominator):
         return reward_loss(params, batch, model=model, settings=settings, denominator=denominator)
 
@@ -147,9 +178,9 @@ def train_reward_model(
         run=run,
         count=len(pairs),
         rows="pairs",
-        batch=lambda index: pair_batch([pairs[i] for i in index], settings.max_length, view),
+        batch=batch,
         loss=loss,
-        denominator=lambda batch: batch.tokens_B2T.shape[0],
+        denominator=lambda batch: batch.last_GP2.size // 2,
         evaluate=evaluate,
         goodness=lambda numbers: numbers["validation_accuracy"],
         save_best=save_best,

@@ -9,14 +9,16 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rlhf_jax.data.batches import pad_rows, sequential_batches, width_for
+from rlhf_jax.data.batches import sequential_batches, width_for
+from rlhf_jax.data.packing import pack
 from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
-from rlhf_jax.losses.masked import counts, token_weights, weighted_sum
+from rlhf_jax.losses.masked import weighted_sum
 from rlhf_jax.metrics import MetricsLog
 from rlhf_jax.rollout.reward_model import WIDTH_STEP
 from rlhf_jax.rollout.score import hidden_logprobs
@@ -33,11 +35,11 @@ log = logging.getLogger("rlhf_jax")
 
 @struct.dataclass
 class Dialogues:
-    """Rendered dialogues, padded on the right."""
+    """Rendered dialogues in G groups, packed into R rows: see data/packing.py."""
 
-    tokens_BT: jax.Array
-    mask_BT: jax.Array  # True on prompt and response
-    target_BT: jax.Array  # True on the response, its EOS included: the tokens that are learnt
+    tokens_GRL: jax.Array
+    segments_GRL: jax.Array
+    target_GRL: jax.Array  # True on the responses, their EOS included: the tokens that are learnt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,25 +64,31 @@ def render_dialogues(
     return rendered
 
 
-def dialogue_batch(dialogues: Sequence[RenderedDialogue], max_length: int, view: View) -> Dialogues:
-    """Dialogues on the devices, padded to one of a few widths."""
-    rows = [dialogue.tokens for dialogue in dialogues]
-    tokens_BT, mask_BT = pad_rows(rows, width_for(max(map(len, rows)), WIDTH_STEP, max_length), "right", 0)
-    start_B1 = np.array([[len(d.tokens) - d.response_length] for d in dialogues])
-    target_BT = mask_BT & (np.arange(tokens_BT.shape[1]) >= start_B1)
-    return Dialogues(*put((tokens_BT, mask_BT, target_BT), batch_sharding(view)))
+def dialogue_batch(dialogues: Sequence[RenderedDialogue], width: int, view: View, groups: int) -> Dialogues:
+    """Dialogues on the devices, packed into rows of one width."""
+    rows = pack([(dialogue.tokens,) for dialogue in dialogues], width, groups)
+    target_GRL = np.zeros(rows.tokens_GRL.shape, bool)
+    for cells, items, starts in zip(
+        target_GRL.reshape(groups, -1), rows.item_GP, rows.first_GPK[..., 0], strict=True
+    ):
+        for i, start in zip(items, starts, strict=True):
+            end = start + len(dialogues[i].tokens)
+            first = max(
+                end - dialogues[i].response_length, start + 1
+            )  # nothing predicts a text's first token
+            cells[first:end] = True
+    return Dialogues(*put((rows.tokens_GRL, rows.segments_GRL, target_GRL), batch_sharding(view)))
 
 
 def sft_loss(
-    params: Any, batch: Dialogues, *, model: nn.Module, denominator: dict[str, jax.Array]
+    params: Any, batch: Dialogues, *, model: nn.Module, denominator: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Negative log-likelihood in nats a response token: a sum over rows over the whole batch's tokens."""
-    hidden_BTD: Any = model.apply(
-        {"params": params}, batch.tokens_BT[:, :-1], batch.mask_BT[:, :-1], method="hidden"
-    )
-    logprobs_BT, _ = hidden_logprobs(model, params, hidden_BTD, batch.tokens_BT[:, 1:], temperature=1.0)
-    weights_BT = token_weights(batch.target_BT[:, 1:], "token_mean", **denominator, dtype=logprobs_BT.dtype)
-    return -weighted_sum(logprobs_BT, weights_BT), {}
+    """Negative log-likelihood, a sum over response tokens over `denominator`: their count in the batch."""
+    tokens_NL, segments_NL, target_NL = (x.reshape(-1, x.shape[-1]) for x in jax.tree.leaves(batch))
+    hidden_NLD: Any = model.apply({"params": params}, tokens_NL[:, :-1], segments_NL[:, :-1], method="hidden")
+    logprobs_NL, _ = hidden_logprobs(model, params, hidden_NLD, tokens_NL[:, 1:], temperature=1.0)
+    weights_NL = target_NL[:, 1:] / jnp.maximum(denominator, 1)
+    return -weighted_sum(logprobs_NL, weights_NL), {}
 
 
 def train_sft(
@@ -108,25 +116,29 @@ def train_sft(
     dialogues = render_dialogues(train, renderer, settings.max_length, "training dialogues")
     held_out_dialogues = render_dialogues(held_out, renderer, settings.max_length, "held-out dialogues")
 
-    def batch(rows: Sequence[RenderedDialogue]) -> Dialogues:
-        return dialogue_batch(rows, settings.max_length, view)
+    def width(rows: Sequence[RenderedDialogue]) -> int:
+        return width_for(max(len(row.tokens) for row in rows), WIDTH_STEP, settings.max_length)
+
+    whole, held_out_whole = width(dialogues), width(held_out_dialogues)
 
     def loss(params, batch, *, denominator):
         return sft_loss(params, batch, model=model, denominator=denominator)
 
-    def total_nats(params, batch, valid_B):
-        one = {"tokens": 1, "rows": 1}
-        targets = dataclasses.replace(batch, target_BT=batch.target_BT & valid_B[:, None])
-        return loss(params, targets, denominator=one)[0], counts(targets.target_BT)["tokens"]
+    def total_nats(params, batch):
+        return loss(params, batch, denominator=jnp.float32(1))[0], batch.target_GRL.sum()
 
     total_nats = in_view(view, total_nats)
 
     def evaluate(params: Any) -> dict[str, float]:
         nats = tokens = 0.0
         for index, valid in sequential_batches(len(held_out_dialogues), settings.batch_size):
-            rows = batch([held_out_dialogues[i] for i in index])
-            part = jax.device_get(total_nats(params, rows, valid))
-            nats, tokens = nats + float(part[0]), tokens + float(part[1])
+            rows = [
+                held_out_dialogues[i] if v else RenderedDialogue(held_out_dialogues[i].tokens, 0)
+                for i, v in zip(index, valid, strict=True)
+            ]
+            part = total_nats(params, dialogue_batch(rows, held_out_whole, view, view.batch_shards))
+            part_nats, part_tokens = jax.device_get(part)
+            nats, tokens = nats + float(part_nats), tokens + float(part_tokens)
         return {"validation_loss": nats / max(tokens, 1)}
 
     task = SupervisedTask(
@@ -135,9 +147,9 @@ def train_sft(
         run=run,
         count=len(dialogues),
         rows="dialogues",
-        batch=lambda index: batch([dialogues[i] for i in index]),
+        batch=lambda index, groups: dialogue_batch([dialogues[i] for i in index], whole, view, groups),
         loss=loss,
-        denominator=lambda batch: counts(batch.target_BT[:, 1:]),
+        denominator=lambda batch: batch.target_GRL.sum(),
         evaluate=evaluate,
         goodness=lambda numbers: -numbers["validation_loss"],
         save_best=save_best,

@@ -45,8 +45,10 @@ class SupervisedTask:
     run: Run
     count: int  # training rows
     rows: str  # what a row is called in messages
-    batch: Callable[[np.ndarray], Any]  # row numbers -> a batch on the devices
-    loss: Callable[..., Any]  # (params, rows of a batch, denominator=) -> (loss, metrics), sums over rows
+    batch: Callable[
+        [np.ndarray, int], Any
+    ]  # (row numbers, groups) -> a batch on the devices, leaves [G, ...]
+    loss: Callable[..., Any]  # (params, groups of a batch, denominator=) -> (loss, metrics), sums over groups
     denominator: Callable[[Any], Any]  # the whole batch's
     evaluate: Callable[[Any], dict[str, float]]  # params -> numbers on held-out rows
     goodness: Callable[[dict[str, float]], float]  # of those numbers; the highest is kept
@@ -80,7 +82,7 @@ def train_supervised(
             index = batch_indices(
                 number, count=task.count, batch_size=settings.batch_size, seed=task.run.seed
             )
-            state, metrics = steps.step(state, task.batch(index), steps.base)
+            state, metrics = steps.step(state, task.batch(index, steps.groups), steps.base)
             numbers = {f"{task.phase}/{name}": value for name, value in jax.device_get(metrics).items()}
             compiling = clock.seconds - compiled
             seconds = time.perf_counter() - began - compiling
@@ -117,13 +119,16 @@ class _Steps:
     """What changes a state, and where one comes from."""
 
     step: Callable[..., Any]  # (state, batch, base) -> (state, metrics)
+    groups: int  # of a batch: micro-batches times shards
     base: Any  # what adapters lie beside, where these are what learns
     shapes: TrainState  # of ShapeDtypeStructs with their shardings
     first_state: Callable[[], TrainState]
 
 
 def _make_steps(task: SupervisedTask, start: LoadedModel, view: View, total: int) -> _Steps:
-    schedule, tx = _optimizer(task.settings, total)
+    settings, shards = task.settings, view.batch_shards
+    micro_batches = settings.batch_size // (settings.micro_batch_size or settings.batch_size)
+    schedule, tx = _optimizer(settings, total)
     adapters = getattr(start.model, "lora", None) is not None
     part = learnt if adapters else lambda tree: tree
     shapes = part(start.shapes)
@@ -132,11 +137,12 @@ def _make_steps(task: SupervisedTask, start: LoadedModel, view: View, total: int
     def step(state: TrainState, batch: Any, base: Any):
         loss = on_base(functools.partial(task.loss, denominator=task.denominator(batch)), base)
         rate = schedule(state.steps)
-        state, metrics = update_step(tx, loss, state, batch, task.settings.micro_batch_size)
+        state, metrics = update_step(tx, loss, state, batch, micro_batch_size=shards)
         return state, {**metrics, "lr": rate}
 
     return _Steps(
         step=in_view(view, step, donate_argnums=0, out_shardings=(places, None)),
+        groups=micro_batches * shards,
         base=start.place(view, frozen) if adapters else None,
         shapes=state_shapes(tx, shapes, places),
         first_state=lambda: init_state(tx, start.place(view, part), places),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -29,18 +31,32 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileClock:
-    """Seconds that XLA has spent compiling in this process since the clock was made.
+    """What XLA has compiled in this process since the clock was made.
 
     What the persistent cache holds is read from there, and counts with the seconds that this takes.
+
+    Attributes:
+      seconds: spent compiling.   programs: how many.
     """
 
+    LARGE = 1.0  # seconds of a compilation that leaves memory worth giving back
+
     def __init__(self):
-        self.seconds = 0.0
+        self.seconds, self.programs = 0.0, 0
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             self.seconds += duration_secs
+            self.programs += 1
+            if duration_secs > self.LARGE:
+                give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Returns freed memory to the system. glibc keeps it: half a GiB after compiling a PPO iteration."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has the function
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class FirstStep:

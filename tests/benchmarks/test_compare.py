@@ -14,7 +14,7 @@ calls = pathlib.Path(__file__).with_suffix(".calls")
 number = len(calls.read_text().splitlines()) if calls.exists() else 0
 with calls.open("a") as out:
     print(" ".join(sys.argv[1:]), file=out)
-rate = 2.0 ** number
+rate = 1000.0 ** number
 print("a line before the last")
 print(json.dumps({"samples_per_s": rate, "pairs_per_s": rate, "tokens_per_s": rate, "peak_rss_gib": 4.0}))
 """
@@ -71,7 +71,7 @@ def test_reward_by_the_median_of_pairs(tiny_model, pairs_file, fake_peer):
     assert len(fake_peer.with_suffix(".calls").read_text().splitlines()) == 2
     assert len(result["ours"]["update_s"]) == 3
     assert 10 < result["ours"]["tokens_a_side"] < 96
-    assert result["peer"]["pairs_per_s"] == 2.0  # the lower of the two ratios
+    assert result["peer"]["pairs_per_s"] == 1000.0  # the lower of the two ratios
     assert result["ratio"] > 0
 
 

@@ -15,7 +15,6 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
 from rlhf_jax.losses import token_logprobs
-from rlhf_jax.losses.masked import counts
 from rlhf_jax.models.configs import shape_config
 from rlhf_jax.models.parameters import init_model
 from rlhf_jax.settings import Reward, Shape
@@ -50,32 +49,42 @@ def view():
 
 def test_only_response_tokens_are_learnt_and_the_eos_is_one_of_them():
     dialogues = render_dialogues([pair()], renderer(), 100, "pairs")
-    batch = dialogue_batch(dialogues, 100, view())
-    learnt = np.asarray(batch.tokens_BT)[0][np.asarray(batch.target_BT)[0]]
+    batch = dialogue_batch(dialogues, 100, view(), 1)
+    learnt = np.asarray(batch.tokens_GRL)[np.asarray(batch.target_GRL)]
     assert list(learnt) == renderer().response("good day")
     assert learnt[-1] == renderer().eos_id
 
 
-def test_sft_loss_is_the_mean_over_response_tokens_of_the_batch():
+TEXTS = (pair(), pair(chosen="a much longer good day to you"), pair(rejected="go"), pair("hello", "there"))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_sft_loss_is_the_mean_over_response_tokens_of_dialogues_read_alone(groups):
+    """However they are packed: neighbours in a row do not see each other."""
     lm, variables = model("lm")
-    batch = dialogue_batch(
-        render_dialogues([pair(), pair(chosen="a much longer good day to you")], renderer(), 100, "pairs"),
-        100,
-        view(),
-    )
-    loss, _ = sft_loss(variables["params"], batch, model=lm, denominator=counts(batch.target_BT[:, 1:]))
-    logits = lm.apply(variables, batch.tokens_BT, batch.mask_BT)
-    logprobs = token_logprobs(logits[:, :-1], batch.tokens_BT[:, 1:])
-    expected = -np.asarray(logprobs)[np.asarray(batch.target_BT)[:, 1:]].mean()
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    dialogues = render_dialogues(TEXTS, renderer(), 100, "pairs")
+    batch = dialogue_batch(dialogues, 80, view(), groups)
+    assert batch.tokens_GRL.shape == (groups, {1: 2, 2: 1, 4: 1}[groups], 80)
+    loss, _ = sft_loss(variables["params"], batch, model=lm, denominator=batch.target_GRL.sum())
+    nats = tokens = 0.0
+    for dialogue in dialogues:
+        row = jnp.asarray([dialogue.tokens])
+        logprobs_T = np.asarray(token_logprobs(lm.apply(variables, row)[:, :-1], row[:, 1:]))[0]
+        nats -= logprobs_T[-dialogue.response_length :].sum()
+        tokens += dialogue.response_length
+    np.testing.assert_allclose(loss, nats / tokens, rtol=1e-5)
 
 
-def test_both_sides_of_a_pair_are_scored_as_they_are_alone():
-    """Padding or the neighbour in the batch changed a score."""
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_both_sides_of_a_pair_are_scored_as_they_are_alone(groups, packed):
+    """Padding, the neighbour in the row or the neighbour in the batch changed a score."""
     scorer, variables = model("score")
-    pairs = render_pairs([pair(), pair(chosen="a much longer good day to you")], renderer(), 100, "pairs")
+    pairs = render_pairs(TEXTS, renderer(), 100, "pairs")
+    batch = pair_batch(pairs, 60, view(), groups, packed=packed)
+    assert (batch.tokens_GRL.shape[:2] == (groups, 8 // groups)) is not packed
     loss, metrics = reward_loss(
-        variables["params"], pair_batch(pairs, 100, view()), model=scorer, settings=Reward(), denominator=2
+        variables["params"], batch, model=scorer, settings=Reward(), denominator=len(pairs)
     )
     alone = [
         [float(scorer.apply(variables, jnp.asarray([row]))[0]) for row in (p.chosen, p.rejected)]

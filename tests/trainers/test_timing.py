@@ -2,9 +2,13 @@
 
 import json
 import logging
+import pathlib
 import re
 
+import pytest
+
 from rlhf_jax.trainers import pipeline
+from rlhf_jax.trainers.timing import give_back_memory
 
 ONE_WIDTH = ["rollout.prompt_length=24", "rollout.response_length=40", "policy.shape.vocab_size=260"]
 
@@ -25,3 +29,21 @@ def test_nothing_is_compiled_after_the_first_iterations(tiny, tmp_path, caplog):
         r"ppo: ([\d.]+) s to the first step's end, ([\d.]+) s of them compilation", caplog.text
     )
     assert 0 < float(line[1]) < float(line[0])
+
+
+def test_freed_memory_goes_back_to_the_system():
+    """Freed blocks below one that is in use stay with the process until it is asked for them."""
+    statm = pathlib.Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs Linux")
+
+    def resident_mib():
+        return int(statm.read_text().split()[1]) * 4096 / 2**20
+
+    blocks = [bytearray(100_000) for _ in range(3000)]
+    last = bytearray(100_000)
+    del blocks
+    before = resident_mib()
+    give_back_memory()
+    assert resident_mib() < before - 100
+    del last
