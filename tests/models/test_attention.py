@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.models.attention import attend, attend_cached, rope_frequencies, rotate, rotation
+from rlhf_jax.models.attention import (
+    attend,
+    attend_cached,
+    attend_fused,
+    attend_plain,
+    rope_frequencies,
+    rotate,
+    rotation,
+)
 from rlhf_jax.models.configs import Rope
 
 B, T, H, K, E = 2, 5, 4, 2, 6
@@ -38,6 +46,46 @@ def test_equals_the_loop(causal):
     assert np.isfinite(found).all()
     reached = ~np.isnan(wanted)
     np.testing.assert_allclose(found[reached], wanted[reached], atol=1e-6)
+
+
+def test_segments_of_a_packed_row_do_not_see_each_other():
+    q, k, v = arrays()
+    segments = np.array([[1, 1, 2, 2, 2], [1, 2, 2, 3, 0]], np.int32)
+    found = np.asarray(attend(q, k, v, jnp.asarray(segments), causal=True))
+    for number in (1, 2, 3):
+        wanted = loop(q, k, v, segments == number, True)
+        at = segments == number
+        np.testing.assert_allclose(found[at], wanted[at], atol=1e-6)
+    assert np.isfinite(found).all()
+
+
+def test_the_fused_form_equals_the_plain_one_with_its_gradients():
+    """By XLA in place of cuDNN, which has the same interface."""
+    qkv, weights = arrays(), np.random.default_rng(1).normal(size=(B, T, H, E))
+    allowed = jnp.asarray(MASK)[:, None, :] & jnp.tril(jnp.ones((1, T, T), bool))
+    reached = jnp.asarray(~np.isnan(loop(*qkv, MASK, True)))
+
+    def both(form, **options):
+        return jax.value_and_grad(
+            lambda *x: jnp.where(reached, form(*x, allowed, **options) * weights, 0).sum(), (0, 1, 2)
+        )(*qkv)
+
+    wanted, found = both(attend_plain), both(attend_fused, implementation="xla")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, wanted)
+
+
+def test_a_gpu_takes_flash_attention_for_sixteen_bits_and_the_plain_form_for_more(monkeypatch):
+    asked, xla = [], jax.nn.dot_product_attention
+
+    def spy(*args, implementation, **options):
+        asked.append(implementation)
+        return xla(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    for dtype, wanted in ((jnp.float32, []), (jnp.bfloat16, ["cudnn"])):
+        attend(*(jnp.asarray(x, dtype) for x in arrays()), jnp.asarray(MASK), causal=True)
+        assert asked == wanted
 
 
 def test_over_a_cache_equals_the_last_query():
