@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -58,13 +59,12 @@ class StoredWeights:
         survey(self.directory, self.family, self.shapes, head_required=self.head_required)
 
     def read(self, shardings: dict) -> dict:
-        wanted = flatten(shardings)
-        fresh = {path: sharding for path, sharding in wanted.items() if path in self._missing}
-        stored = {path: sharding for path, sharding in wanted.items() if path not in self._missing}
-        params = flatten(read_params(self.directory, self.family, self.shapes, unflatten(stored)))
-        if fresh:
-            params |= flatten(fresh_params(self.model, self.seed, unflatten(fresh)))
-        return unflatten({path: params[path] for path in wanted})
+        return _read_both(
+            shardings,
+            functools.partial(read_params, self.directory, self.family, self.shapes),
+            functools.partial(fresh_params, self.model, self.seed),
+            second=self._missing.__contains__,
+        )
 
     @functools.cached_property
     def _missing(self) -> frozenset[str]:
@@ -105,10 +105,9 @@ class TrunkWeights:
         return self.head.shapes
 
     def read(self, shardings: dict) -> dict:
-        rest = {name: places for name, places in shardings.items() if name != "head"}
-        head = {name: places for name, places in shardings.items() if name == "head"}
-        params = self.trunk.read(rest) if rest else {}
-        return params | (self.head.read(head) if head else {})
+        return _read_both(
+            shardings, self.trunk.read, self.head.read, second=lambda path: path.startswith("head/")
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +136,12 @@ class AdapterWeights:
         return self.whole.shapes
 
     def read(self, shardings: dict) -> dict:
-        wanted = flatten(shardings)
-        adapters = {
-            path: place for path, place in wanted.items() if path.rsplit("/", 1)[-1] in (lora.A, lora.B)
-        }
-        rest = {path: place for path, place in wanted.items() if path not in adapters}
-        params = flatten(self.base.read(unflatten(rest))) if rest else {}
-        if adapters:
-            params |= flatten(self.whole.read(unflatten(adapters)))
-        return unflatten({path: params[path] for path in wanted})
+        return _read_both(
+            shardings,
+            self.base.read,
+            self.whole.read,
+            second=lambda path: path.rsplit("/", 1)[-1] in (lora.A, lora.B),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +161,21 @@ class ArrayWeights:
             return jnp.copy(jax.device_put(leaf, sharding))  # device_put gives the same buffer where it can
 
         return jax.tree.map(copy, self.params, shardings)
+
+
+def _read_both(
+    shardings: dict,
+    first: Callable[[dict], dict],
+    rest: Callable[[dict], dict],
+    *,
+    second: Callable[[str], bool],
+) -> dict:
+    """The parameters that the shardings name; those of whose paths `second` is true are read by `rest`."""
+    wanted = flatten(shardings)
+    parts: tuple[dict, dict] = {}, {}
+    for path, place in wanted.items():
+        parts[second(path)][path] = place
+    params = {}
+    for read, part in zip((first, rest), parts, strict=True):
+        params |= flatten(read(unflatten(part))) if part else {}
+    return unflatten({path: params[path] for path in wanted})
