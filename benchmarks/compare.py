@@ -88,9 +88,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("what", choices=sorted(OURS))
     parser.add_argument("model", help="a directory of a causal model")
     parser.add_argument("--peer-python", required=True, help="a Python that has PyTorch and TRL")

@@ -1,7 +1,7 @@
 """Tokens/s of generation, at one length or through a queue of ragged ones, beside what the machine could do.
 
     python benchmarks/generate.py MODEL_DIR                                 16 x (64 prompt + 64 response)
-    python benchmarks/generate.py MODEL_DIR --ragged 256 --slots 16         256 prompts of 8 to 128 tokens
+    python benchmarks/generate.py MODEL_DIR --ragged 256 --slots 64         256 prompts of 8 to 128 tokens
     python benchmarks/generate.py MODEL_DIR --prompts FILE --response 128   natural prompts, stopping at EOS
     python benchmarks/generate.py new policy.shape.embed=2048 ...           a model of that shape
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import machine
 import numpy as np
-from ppo_task import first_turns, load_model, random_prompts
+from ppo_task import first_turns, load_model, mesh_settings, random_prompts
 from ppo_work import generation_work
 
 from rlhf_jax.checks import check
@@ -37,7 +37,7 @@ from rlhf_jax.trainers.timing import CompileClock
 from rlhf_jax.types import Prompts, Rollout
 
 SHORTEST, LONGEST = 8, 128  # forced lengths of a ragged queue
-RAGGED_SLOTS = 16
+RAGGED_SLOTS = 64
 PRODUCT_ROUNDS = 8  # how often the products of a step are done in one program
 
 
@@ -62,10 +62,8 @@ def forced_lengths(count: int) -> list[int]:
 def make_job(args: argparse.Namespace) -> Job:
     rows = args.ragged or args.batch
     response = LONGEST if args.ragged else args.response
-    layout = dict(zip(("data", "fsdp", "tensor"), args.mesh.split(","), strict=True))
-    mesh = [f"placement.{role}.{axis}={n}" for role in ("train", "generate") for axis, n in layout.items()]
     model_of = [f"policy.model={args.model}", f"policy.dtype={args.dtype}", f"rollout.dtype={args.dtype}"]
-    config = load_config(None, [*model_of, *mesh, *args.settings])
+    config = load_config(None, [*model_of, *mesh_settings(args.mesh), *args.settings])
     check(config, training=False)
     policy, views = load_model(config), make_views(config)
     sampler = make_sampler(policy.model, policy.shapes, views, config.rollout, (), 1, config.lora)
@@ -184,14 +182,12 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("model", help="a directory, or `new` for a model of policy.shape")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     parser.add_argument("--prompts", help="preference pairs whose first turns are the prompts")
     parser.add_argument("--ragged", type=int, default=0, help="waiting prompts of forced response lengths")
-    parser.add_argument("--slots", type=int, help="rows at once; with --ragged 16, else all")
+    parser.add_argument("--slots", type=int, help="rows at once; with --ragged 64, else all")
     parser.add_argument("--mesh", default="-1,1,1", help="data,fsdp,tensor")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, help="timed runs after the first; 3, with --ragged 1")

@@ -150,9 +150,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--peer-python", help="a Python that has PyTorch, for its loop over time")
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch")
     parser.add_argument("--repeats", type=int, default=15)

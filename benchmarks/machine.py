@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.errors import InputError
-from rlhf_jax.trainers.timing import PEAK_FLOPS
+from rlhf_jax.trainers.timing import PEAK_FLOPS, of_this_chip
 
 # Memory bytes/s of one chip, from the makers' data sheets; FLOP/s of the same chips are in PEAK_FLOPS.
 PEAK_BANDWIDTH = {
@@ -56,11 +57,7 @@ class Timing:
 
 def timed(function: Callable[..., Any], *args: Any, repeats: int = 10) -> Timing:
     """Times calls one by one, each until its result is there."""
-    seconds = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        seconds.append(time.perf_counter() - start)
+    seconds = [_seconds_of(functools.partial(function, *args)) for _ in range(1 + repeats)]
     return Timing(seconds[0], tuple(seconds[1:]))
 
 
@@ -103,11 +100,8 @@ def copy_bandwidth(size: int = 2**26) -> float:
 
 def chip_peaks() -> dict[str, float] | None:
     """Data-sheet bfloat16 FLOP/s and memory bytes/s of one device; None where it is not listed: CPUs."""
-    kind = jax.devices()[0].device_kind
-    for name in sorted(PEAK_BANDWIDTH, key=len, reverse=True):
-        if kind.startswith(name):
-            return {"flops_s": PEAK_FLOPS[name], "bytes_s": PEAK_BANDWIDTH[name]}
-    return None
+    flops, bandwidth = of_this_chip(PEAK_FLOPS), of_this_chip(PEAK_BANDWIDTH)
+    return None if flops is None or bandwidth is None else {"flops_s": flops, "bytes_s": bandwidth}
 
 
 def limits(dtype: str) -> dict[str, float]:
@@ -164,6 +158,13 @@ def significant(value: Any, digits: int = 4) -> Any:
     if isinstance(value, list | tuple):
         return [significant(item, digits) for item in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark whose docstring is its help."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
 
 
 def report(benchmark: Callable[[], dict[str, Any]]) -> None:

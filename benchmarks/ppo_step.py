@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import machine
 import numpy as np
-from ppo_task import TokenPrompts, first_turns, load_model, make_task, random_prompts
+from ppo_task import TokenPrompts, first_turns, load_model, make_task, mesh_settings, random_prompts
 from ppo_work import iteration_work
 
 from rlhf_jax.config import load_config
@@ -79,8 +79,6 @@ def one_update(task: PpoTask, learner: Learner, number: int, timer: PhaseTimer) 
 
 
 def settings(args: argparse.Namespace) -> Config:
-    layout = dict(zip(("data", "fsdp", "tensor"), args.mesh.split(","), strict=True))
-    mesh = [f"placement.{role}.{axis}={n}" for role in ("train", "generate") for axis, n in layout.items()]
     micro = [] if args.micro is None else [f"ppo.micro_batch_size={args.micro}"]
     return load_config(
         None,
@@ -92,7 +90,7 @@ def settings(args: argparse.Namespace) -> Config:
             f"ppo.iterations={args.updates + 1}",
             f"rollout.prompt_length={args.prompt}",
             f"rollout.response_length={args.response}",
-            *mesh,
+            *mesh_settings(args.mesh),
             *micro,
             *(TINY if args.tiny else ()),
             *args.settings,
@@ -206,9 +204,7 @@ def tiny_benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("model", nargs="?", help="a directory, or `new` for a model of policy.shape")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     parser.add_argument("--prompts", help="preference pairs whose first turns are the prompts")

@@ -40,6 +40,12 @@ class TokenPrompts(Renderer):
         return super().text(id % len(self.tokenizer) for id in ids)  # a new model's vocabulary may be larger
 
 
+def mesh_settings(mesh: str) -> list[str]:
+    """Settings that give training and generation the mesh `data,fsdp,tensor`."""
+    layout = dict(zip(("data", "fsdp", "tensor"), mesh.split(","), strict=True))
+    return [f"placement.{role}.{axis}={n}" for role in ("train", "generate") for axis, n in layout.items()]
+
+
 def random_prompts(count: int, lengths: Sequence[int], vocab_size: int) -> list[Any]:
     """Rows of random token ids that keep away from both ends of the vocabulary, where special tokens are."""
     pick = random.Random(0)

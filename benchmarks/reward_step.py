@@ -119,9 +119,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("model", help="a directory of a causal model")
     parser.add_argument("--pairs", required=True, help="preference pairs as text: chosen and rejected")
     parser.add_argument("--mesh", default="-1,1,1", help="data,fsdp,tensor")

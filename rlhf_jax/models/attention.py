@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -43,7 +43,7 @@ def _allowed(mask_BT, causal: bool):
     return allowed
 
 
-def attend_fused(q_BTHE, k_BTKE, v_BTKE, allowed_BTT, *, implementation: str):
+def attend_fused(q_BTHE, k_BTKE, v_BTKE, allowed_BTT, *, implementation: Literal["xla", "cudnn"]):
     """`attend` by jax.nn.dot_product_attention: "cudnn" is FlashAttention, for 16 bits on NVIDIA GPUs."""
     B, T = q_BTHE.shape[:2]
     mask_B1TT = jnp.broadcast_to(allowed_BTT[:, None], (B, 1, T, T))

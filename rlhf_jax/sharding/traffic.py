@@ -23,8 +23,3 @@ def moved(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[An
                 max(0, min(a1, b1) - max(a0, b0)) for (a0, a1), (b0, b1) in zip(wanted, held, strict=True)
             )
     return missing
-
-
-def moved_elements(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> int:
-    """Elements that the worst device misses."""
-    return max(moved(source, target, shape).values())

@@ -33,7 +33,7 @@ from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import Views, make_views
 from rlhf_jax.sharding.processes import agreed, is_primary, on_primary
 from rlhf_jax.trainers import inputs, roles
-from rlhf_jax.trainers.evaluate import compare
+from rlhf_jax.trainers.evaluate import Evaluator, compare
 from rlhf_jax.trainers.ppo import Learner
 from rlhf_jax.trainers.ppo_loop import PpoTask, export_latest, train_ppo
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task, measure_scale, scorer_of
@@ -204,28 +204,30 @@ def _ppo(job: Job) -> None:
 
 
 def _ppo_task(job: Job) -> tuple[PpoTask, Callable[[], Learner]]:
-    policy, reward = _initial_policy(job), _trained_reward_model(job)
-    scorer = scorer_of(job.config, reward, policy, job.views)
-    scale = Scale() if reward is None else _scale(job, policy, reward)
-    evaluator = make_evaluator(job.config, policy, scorer, scale, job.views, inputs.gold_of(job.config.data))
+    policy, reward, evaluator = _judged(job)
+    actor = roles.adapted(policy, job.config.lora, job.seed)
 
     def save_policy(params: Any, step: int) -> None:
-        _export(
-            job.path / BEST_POLICY, roles.adapted(policy, job.config.lora, job.seed), params, {"step": step}
-        )
+        _export(job.path / BEST_POLICY, actor, params, {"step": step})
 
     return make_ppo_task(
         job.config, job.views, policy, reward, evaluator, job.prompts.train, job.prompts.held_out, save_policy
     )
 
 
-def _evaluate(job: Job) -> None:
-    """Before and after, on the same prompts with the same keys."""
-    directory = job.path / BEST_POLICY
+def _judged(job: Job) -> tuple[LoadedModel, LoadedModel | None, Evaluator]:
+    """The policy that PPO begins with, the reward model, and the evaluator with its standardised scores."""
     policy, reward = _initial_policy(job), _trained_reward_model(job)
     scorer = scorer_of(job.config, reward, policy, job.views)
     scale = Scale() if reward is None else _scale(job, policy, reward)
-    evaluator = make_evaluator(job.config, policy, scorer, scale, job.views, inputs.gold_of(job.config.data))
+    gold = inputs.gold_of(job.config.data)
+    return policy, reward, make_evaluator(job.config, policy, scorer, scale, job.views, gold)
+
+
+def _evaluate(job: Job) -> None:
+    """Before and after, on the same prompts with the same keys."""
+    directory = job.path / BEST_POLICY
+    policy, reward, evaluator = _judged(job)
     step = _notes(directory).get("step", job.config.ppo.iterations)
     responses = {}
     for when, source in (

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -78,6 +78,13 @@ class FirstStep:
         self._done = True
 
 
+def of_this_chip(sheet: Mapping[str, float]) -> float | None:
+    """This chip's figure in a table by kind of chip; None where it is not listed."""
+    kind = jax.devices()[0].device_kind
+    names = [name for name in sheet if kind.startswith(name)]
+    return sheet[max(names, key=len)] if names else None
+
+
 @functools.cache
 def peak_flops() -> float:
     """FLOP/s that all devices together can do: from the data sheet, or measured where it is not listed.
@@ -85,10 +92,9 @@ def peak_flops() -> float:
     Measured is the rate of a float32 product of 2,048 x 2,048 matrices, once in a process, for the virtual
     devices of each process together.
     """
-    kind = jax.devices()[0].device_kind
-    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
-        if kind.startswith(name):
-            return PEAK_FLOPS[name] * jax.device_count()
+    listed = of_this_chip(PEAK_FLOPS)
+    if listed is not None:
+        return listed * jax.device_count()
     n = 2048
     x = jnp.ones((n, n), jnp.float32)
     product = jax.jit(jnp.matmul)

@@ -6,9 +6,9 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
+from rlhf_jax.sharding import traffic
 from rlhf_jax.sharding.mesh import ROLE_AXES, View, prime_factors, regroup, training_view
 from rlhf_jax.sharding.rules import partition
-from rlhf_jax.sharding.traffic import moved_elements
 
 from .layouts import name, shapes
 
@@ -60,7 +60,7 @@ def assignments(view, shape):
 
 def moved(source, target, axes, shape):
     a, b = (NamedSharding(view.mesh, partition(view, axes, shape)) for view in (source, target))
-    return moved_elements(a, b, shape)
+    return max(traffic.moved(a, b, shape).values())
 
 
 @pytest.mark.parametrize("count", [8, 6])
