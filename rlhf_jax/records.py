@@ -18,7 +18,7 @@ REMOTE_WRITE_SECONDS = 5.0  # an object store keeps no appendable files: whole f
 class RecordLog:
     """A file of one JSON object a line, each with "phase" and "step".
 
-    Local files are appended to and flushed at once. On an object store the whole file is written anew every
+    Local files are appended to at once. On an object store the whole file is written anew every
     few seconds, and by `flush`, which belongs before every checkpoint.
     """
 
@@ -56,9 +56,10 @@ class RecordLog:
                 self.flush()
         elif lines:
             if self._file is None:
-                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115, open until close()
-            self._file.write("".join(line + "\n" for line in lines))
-            self._file.flush()
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, open until close()
+            rest = "".join(line + "\n" for line in lines).encode()
+            while rest:  # a disk that fills up takes a part
+                rest = rest[self._file.write(rest) :]
 
     def rewind(self, phase: str, step: int) -> None:
         """Drop the phase's records of later steps."""

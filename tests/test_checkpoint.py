@@ -75,6 +75,7 @@ def saved(tmp_path_factory):
     assert checkpoints.latest_step() is None
     for step in (1, 2, 3):
         checkpoints.save(step, state, {"step": step, "best": {"score": 0.1 + 0.2}, "note": "ä"})
+    checkpoints.close()
     return run_dir, state
 
 
@@ -145,6 +146,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_on(part, tmp_path):
     state = {"table": np.arange(100_000, dtype=np.float32)}
     checkpoints = Checkpoints(tmp_path, "ppo", keep=3)
     checkpoints.save(1, state, {"best": 1})
+    checkpoints.wait()
     step = tmp_path / "checkpoints" / "ppo" / "1"
     if part == "host":
         next(file for file in (step / "host").rglob("*") if file.is_file()).write_text("{")
@@ -171,6 +173,7 @@ def test_a_save_after_half_written_directories_works(tmp_path):
     checkpoints.save(5, {"x": jnp.ones(3)}, {})
     assert checkpoints.latest_step() == 5
     checkpoints.save(6, {"x": jnp.ones(3)}, {})
+    checkpoints.wait()
     assert checkpoints.steps() == [6]
 
 
@@ -200,5 +203,6 @@ def test_a_bucket_without_its_client_is_refused_before_anything_is_saved(monkeyp
 
 
 def test_saving_says_nothing(tmp_path, capfd):
-    Checkpoints(tmp_path, "ppo", keep=1).save(1, {"x": jnp.ones(3)}, {})
+    with Checkpoints(tmp_path, "ppo", keep=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(3)}, {})
     assert capfd.readouterr() == ("", "")

@@ -12,10 +12,10 @@ import rlhf_jax
 PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 # A module may import from its own floor and from those below.
 FLOORS = (
-    ("errors", "cluster", "settings", "layouts", "checks", "config", "records", "text_statistics"),
+    ("errors", "cluster", "settings", "layouts", "checks", "config", "records", "storage", "text_statistics"),
     ("losses", "types"),
     ("models", "sharding", "data"),
-    ("rollout", "checkpoint", "metrics", "run_directory", "comparison"),
+    ("rollout", "checksums", "checkpoint", "metrics", "run_directory", "comparison"),
     ("trainers", "planning", "report", "plots"),
     ("cli", "__main__"),
 )

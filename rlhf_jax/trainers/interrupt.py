@@ -1,4 +1,4 @@
-"""SIGTERM asks a run to stop after the step that it is in, with its state saved.
+"""SIGTERM asks a run to stop after the step that it is in, with its state saved; a second one does not wait.
 
 With several processes a signal to one stops all, after the same step.
 """
@@ -31,10 +31,17 @@ class StopRequest:
         before, self._vote = self._vote, any_process(self.signal is not None)
         return before is not None and bool(before)
 
+    def of_any(self) -> bool:
+        """Whether any process was asked; all wait for the answer."""
+        return bool(any_process(self.signal is not None))
+
 
 @contextlib.contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """While inside, the first SIGTERM or SIGINT is noted and a second one acts as usual."""
+def stop_on_signal(run_dir: Any) -> Iterator[StopRequest]:
+    """While inside, the first SIGTERM or SIGINT is noted, and a second one ends the process where it is.
+
+    A request that came too late for the last step is answered at the end: nothing else begins after it.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -42,8 +49,8 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
     def note(number, frame):
         request.signal = number
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        for known in before:  # no handler in Python: it would wait for the program on the devices to end
+            signal.signal(known, signal.SIG_DFL)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -51,6 +58,8 @@ def stop_on_signal() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if request.of_any():
+        stopped(request, run_dir)
 
 
 class Stopped(SystemExit):

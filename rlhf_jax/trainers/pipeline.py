@@ -32,6 +32,7 @@ from rlhf_jax.settings import Config
 from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import Views, make_views
 from rlhf_jax.sharding.processes import agreed, is_primary, on_primary
+from rlhf_jax.storage import room_in
 from rlhf_jax.trainers import inputs, roles
 from rlhf_jax.trainers.evaluate import Evaluator, compare
 from rlhf_jax.trainers.ppo import Learner
@@ -98,6 +99,7 @@ def _job(config: Config, *phases: str) -> Iterator[Job]:
     views = make_views(config)
     check_offload(config, views)
     with (
+        room_in(path),
         open_run(config) as directory,
         MetricsLog(directory.path, tensorboard=config.run.tensorboard, writes=is_primary()) as metrics,
     ):

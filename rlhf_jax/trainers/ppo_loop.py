@@ -77,7 +77,7 @@ def train_ppo(
     run, ppo, evaluate_every = task.config.run, task.config.ppo, task.config.eval.every
     checkpoints = Checkpoints(run_dir, PHASE, keep=run.keep)
     learner, best = _resume(checkpoints, task.steps.learner_shapes, first_learner, log)
-    with Progress(PHASE, shown=is_primary()) as progress, stop_on_signal() as stop:
+    with Progress(PHASE, shown=is_primary()) as progress, stop_on_signal(run_dir) as stop, checkpoints:
         pending, trace = _Pending(task, log, progress, clock), Trace(run_dir / "profile", run.profile)
         for done, iteration in enumerate(range(int(learner.iteration), ppo.iterations)):
             trace.at(done, learner)
@@ -94,18 +94,20 @@ def train_ppo(
                 pending.restart_clock()
             if last or stopping or diverged or _due(iteration, run.save_every):
                 pending.flush()
-                _save(checkpoints, learner, best, log)
+                log.flush()
+                checkpoints.save(iteration + 1, learner, best)
                 pending.restart_clock()
             if diverged:
+                checkpoints.wait()
                 raise Diverged(
                     f"{run.max_bad_steps} updates in a row were not finite; lower the learning rates"
                 )
             if stopping:
+                checkpoints.wait()
                 stopped(stop, run_dir)
         trace.close(learner)
     if not evaluate_every:
         task.save_policy(task.actor_params(learner), ppo.iterations)
-    checkpoints.close()
     return learner
 
 
@@ -116,7 +118,7 @@ def export_latest(task: PpoTask, run_dir: Any) -> None:
       InputError: there is none.
     """
     checkpoints = Checkpoints(run_dir, PHASE, keep=task.config.run.keep)
-    step = checkpoints.latest_step()
+    step = checkpoints.newest_whole()
     if step is None:
         raise InputError(f"{checkpoints.directory} holds no checkpoint; run `rlhf-jax ppo` first")
     learner, _ = checkpoints.restore(step, task.steps.learner_shapes)
@@ -268,22 +270,10 @@ def _due(iteration: int, every: int) -> bool:
 def _resume(
     checkpoints: Checkpoints, shapes: Learner, first_learner: Callable[[], Learner], log: MetricsLog
 ) -> tuple[Learner, dict[str, float]]:
-    step = checkpoints.latest_step()
-    if step is None:
-        log.rewind(PHASE, -1)
-        log.rewind("eval", -1)
-        return first_learner(), {}
-    learner, host = checkpoints.restore(step, shapes)
+    step, learner, host = checkpoints.resume(shapes) or (-1, first_learner(), {})
     log.rewind(PHASE, step)
     log.rewind("eval", step)
     return learner, host
-
-
-def _save(checkpoints: Checkpoints, learner: Learner, best: dict[str, float], log: MetricsLog) -> None:
-    log.flush()
-    step = int(learner.iteration)
-    if step != checkpoints.latest_step():
-        checkpoints.save(step, learner, best)
 
 
 def _evaluate(

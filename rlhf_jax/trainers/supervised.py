@@ -72,11 +72,10 @@ def train_supervised(
     total = settings.epochs * per_epoch
     steps = _make_steps(task, start, view, total)
     checkpoints = Checkpoints(run_dir, task.phase, keep=task.run.keep)
-    done = checkpoints.latest_step() or 0
-    state, best = checkpoints.restore(done, steps.shapes) if done else (steps.first_state(), {})
+    done, state, best = checkpoints.resume(steps.shapes) or (0, steps.first_state(), {})
     log.rewind(task.phase, done)
 
-    with Progress(task.phase, shown=is_primary()) as progress, stop_on_signal() as stop:
+    with Progress(task.phase, shown=is_primary()) as progress, stop_on_signal(run_dir) as stop, checkpoints:
         for number in range(done, total):
             began, compiled = time.perf_counter(), clock.seconds
             index = batch_indices(
@@ -105,12 +104,13 @@ def train_supervised(
                 log.flush()
                 checkpoints.save(number + 1, state, best)
             if bad >= task.run.max_bad_steps:
+                checkpoints.wait()
                 raise Diverged(
                     f"{task.phase}: {bad} updates in a row were not finite; lower {task.phase}.learning_rate"
                 )
             if stopping:
+                checkpoints.wait()
                 stopped(stop, run_dir)
-    checkpoints.close()
     return best
 
 
