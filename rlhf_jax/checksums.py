@@ -26,7 +26,7 @@ def write_checksums(folder: epath.Path, passed_over: Collection[str] = ()) -> No
     with ThreadPoolExecutor(THREADS) as pool:
         sums = pool.map(lambda name: _read(folder / name, durable="://" not in str(folder)), names)
         manifest = dict(zip(names, sums, strict=True))
-    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def damage(folder: epath.Path) -> str | None:

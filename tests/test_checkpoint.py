@@ -1,5 +1,9 @@
 """A saved state comes back bit for bit, on any mesh, and a broken save is passed over."""
 
+import os
+import pathlib
+import shutil
+import subprocess
 import sys
 
 import jax
@@ -10,6 +14,7 @@ import pytest
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_jax import checkpoint
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.errors import InputError
 from tests import bucket
@@ -206,3 +211,181 @@ def test_saving_says_nothing(tmp_path, capfd):
     with Checkpoints(tmp_path, "ppo", keep=1) as checkpoints:
         checkpoints.save(1, {"x": jnp.ones(3)}, {})
     assert capfd.readouterr() == ("", "")
+
+
+def files_of(folder):
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def three(run_dir):
+    """A phase with checkpoints 1, 2, 3 that differ, and the shapes to read them onto."""
+    with Checkpoints(run_dir, "ppo", keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"x": np.full(1000, step, np.float32)}, {"step": step})
+    return {"x": np.zeros(1000, np.float32)}
+
+
+@pytest.mark.parametrize("harm", [cut, flip, pathlib.Path.unlink], ids=["cut", "flipped bit", "missing"])
+def test_harm_to_any_file_is_named_and_the_checkpoint_before_is_used(harm, tmp_path, caplog):
+    like = three(tmp_path / "whole")
+    names = [file.relative_to(tmp_path / "whole") for file in files_of(tmp_path / "whole/checkpoints/ppo/3")]
+    assert any("state" in name.parts for name in names)
+    for number, name in enumerate(names):
+        run_dir = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", run_dir)
+        harm(run_dir / name)
+        caplog.clear()
+        step, state, host = Checkpoints(run_dir, "ppo", keep=3).resume(like)
+        if name.name in ("_CHECKPOINT_METADATA", "commit_success.txt") and step == 3:
+            np.testing.assert_array_equal(state["x"], 3.0)  # nothing is read from it
+            continue
+        assert (step, host) == (2, {"step": 2})
+        np.testing.assert_array_equal(state["x"], 2.0)
+        (line,) = [record.message for record in caplog.records]
+        assert "ppo/3 is damaged: " in line
+        assert line.endswith("the run goes on from the checkpoint of step 2")
+        assert name.name in line or name.name == "checksums.json"
+
+
+def test_several_damaged_checkpoints_are_passed_over_and_later_replaced(tmp_path, caplog):
+    like = three(tmp_path)
+    for step in (2, 3):
+        (tmp_path / "checkpoints" / "ppo" / str(step) / "host" / "metadata").unlink()
+    with Checkpoints(tmp_path, "ppo", keep=1) as checkpoints:
+        assert checkpoints.resume(like).step == 1
+        assert [("ppo/3 is" in r.message, "ppo/2 is" in r.message) for r in caplog.records] == [
+            (True, False), (False, True),
+        ]  # fmt: skip
+        checkpoints.save(2, {"x": np.full(1000, 7, np.float32)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2]  # neither counts among those that are kept
+        np.testing.assert_array_equal(checkpoints.resume(like).state["x"], 7.0)
+
+
+def test_a_phase_without_a_whole_checkpoint_does_not_begin_anew_unsaid(tmp_path):
+    like = three(tmp_path)
+    for step in (1, 2, 3):
+        flip(
+            max(files_of(tmp_path / "checkpoints" / "ppo" / str(step)), key=lambda file: file.stat().st_size)
+        )
+    with pytest.raises(
+        InputError, match=r"ppo/3 is damaged: .*remove \S+/checkpoints/ppo to begin"
+    ) as caught:
+        Checkpoints(tmp_path, "ppo", keep=3).resume(like)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_killed_save_left_is_said(tmp_path, caplog):
+    like = three(tmp_path)
+    (tmp_path / "checkpoints" / "ppo" / "4.orbax-checkpoint-tmp").mkdir()
+    assert Checkpoints(tmp_path, "ppo", keep=3).resume(like).step == 3
+    assert [r.message.split("/")[-1] for r in caplog.records] == [
+        "4.orbax-checkpoint-tmp is half-written and passed over"
+    ]
+
+
+def test_a_save_goes_on_while_its_state_is_donated(tmp_path):
+    """Bits of a later step would otherwise be in the checkpoint of an earlier one."""
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = step({"x": jnp.zeros(1 << 20), "y": jnp.ones((64, 64))})
+    with Checkpoints(tmp_path, "ppo", keep=3) as checkpoints:
+        for number in range(1, 4):
+            checkpoints.save(number, state, {})
+            assert checkpoints._writing == number
+            for _ in range(5):
+                state = step(state)
+        checkpoints.wait()
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        for number in range(1, 4):
+            restored, _ = checkpoints.restore(number, like)
+            np.testing.assert_array_equal(restored["x"], 5.0 * number - 4)
+            np.testing.assert_array_equal(restored["y"], 5.0 * number - 3)
+
+
+def test_a_checkpoint_counts_only_once_all_of_it_is_there(tmp_path, monkeypatch):
+    """The old one is removed after that, and not before."""
+    seen = []
+
+    def finalize(self, directory):
+        seen.append(Checkpoints(tmp_path, "ppo", keep=1).steps())
+        whole(self, directory)
+        seen.append(Checkpoints(tmp_path, "ppo", keep=1).steps())
+
+    whole = checkpoint._Handler.finalize
+    monkeypatch.setattr(checkpoint._Handler, "finalize", finalize)
+    with Checkpoints(tmp_path, "ppo", keep=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(3)}, {})
+        checkpoints.save(2, {"x": jnp.ones(3)}, {})
+    assert seen == [[], [], [1], [1]]
+    assert checkpoints.steps() == [2]
+
+
+LITTLE_ROOM = """
+import resource, sys
+import numpy as np
+from rlhf_jax.checkpoint import Checkpoints
+from rlhf_jax.errors import InputError
+
+checkpoints = Checkpoints(sys.argv[1], "ppo", keep=1)
+checkpoints.save(1, {"x": np.zeros(1000, np.float32)}, {"best": 1})
+checkpoints.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    checkpoints.save(2, {"x": np.random.default_rng(0).random(1_000_000)}, {})
+    checkpoints.wait()
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_save_that_finds_no_room_leaves_the_one_before(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_ROOM, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    place = tmp_path / "checkpoints" / "ppo"
+    remedy = "free some space, and the same command goes on from step 1"
+    assert done.stdout == f"{place / '2'} cannot be written: File too large; {remedy}\n", done.stderr
+    assert done.stderr == ""
+    assert [entry.name for entry in place.iterdir()] == ["1"]
+    like = {"x": np.zeros(1000, np.float32)}
+    assert Checkpoints(tmp_path, "ppo", keep=1).resume(like).host == {"best": 1}
+
+
+def test_room_is_looked_for_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, "ppo", keep=1)
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda place: 3999)
+    words = (
+        "ppo/1 cannot be written: 4,000 bytes are needed and 3,999 are free; .* from the beginning of this"
+    )
+    with pytest.raises(InputError, match=words):
+        checkpoints.save(1, {"x": np.zeros(1000, np.float32)}, {})
+    assert list((tmp_path / "checkpoints" / "ppo").iterdir()) == []
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda place: 4000)
+    checkpoints.save(1, {"x": np.zeros(1000, np.float32)}, {})
+    checkpoints.close()
+
+
+def test_another_machine_is_said(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    like = three(tmp_path)
+    Checkpoints(tmp_path, "ppo", keep=3).resume(like)
+    assert caplog.messages == []
+    here = checkpoint.machine()
+    assert here["devices"] == "8 x cpu"
+    assert here["cpu_cores"] == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(checkpoint, "machine", lambda: here | {"cpu_cores": 123})
+    Checkpoints(tmp_path, "ppo", keep=3).resume(like)
+    (line,) = caplog.messages
+    assert f"ppo: saved on 8 x cpu with {here['cpu_cores']} CPU cores" in line
+    assert "goes on with 8 x cpu with 123 CPU cores" in line
+    assert "equal to rounding, not bit for bit" in line
