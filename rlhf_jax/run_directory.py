@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Collection, Iterator
 
@@ -36,6 +37,11 @@ MAY_CHANGE = frozenset(
         "rollout.slots",
         "eval.batch_size",
     }
+)
+# How records.py and models/export.py name what is not yet, or no longer, in its place.
+UNFINISHED = re.compile(
+    r"\.(?P<name>\w+\.(?:yaml|jsonl?|html)|sft_policy|best_policy|best_reward_model)"
+    r"\.(?:\d+\.tmp|[0-9a-f]{8}(?P<old>\.old)?)"
 )
 OUTPUTS = ("metrics.jsonl", "samples.jsonl", "eval.json", "checkpoints", "best_policy", "best_reward_model")
 
@@ -79,6 +85,7 @@ def _opened(path: epath.Path, config: Config) -> Iterator[RunDirectory]:
         raise InputError(f"run.dir={path} cannot be made: {error.strerror}; choose another") from None
     with _lock(path):
         resumed = _check(path, config)
+        _clear_away(path)
         before = {entry.name for entry in path.iterdir()}
         try:
             write_atomically(path / "config.yaml", to_yaml(config))
@@ -102,6 +109,19 @@ def check_directory(config: Config) -> epath.Path:
     except (OSError, ImportError) as error:  # not readable, or no client for this kind of place
         raise InputError(f"run.dir={config.run.dir} cannot be reached: {error}; choose another") from None
     return path
+
+
+def _clear_away(path: epath.Path) -> None:
+    """Remove what a killed process was writing beside its place; what it had moved aside is put back."""
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
+        if match := UNFINISHED.fullmatch(entry.name):
+            target = path / match["name"]
+            if match["old"] and not target.exists():
+                entry.rename(target)
+            elif entry.is_dir():
+                entry.rmtree()
+            else:
+                entry.unlink()
 
 
 def _take_back(path: epath.Path, before: set[str], made: list[epath.Path]) -> None:

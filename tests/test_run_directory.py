@@ -57,6 +57,22 @@ def test_a_killed_run_leaves_no_lock(tmp_path):
         assert run.resumed
 
 
+def test_what_a_killed_run_was_writing_is_cleared_away(tmp_path):
+    for folder, text in [(".best_policy.0123abcd", "new"), (".best_policy.89ef0123.old", "old")]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(text)
+    (tmp_path / "sft_policy").mkdir()
+    (tmp_path / ".sft_policy.0123abcd.old").mkdir()
+    for file in (".metrics.jsonl.77.tmp", ".config.yaml.8.tmp", ".mine.12345678", ".mine.12.tmp"):
+        (tmp_path / file).touch()
+    with open_run(config(tmp_path)):
+        left = {entry.name for entry in tmp_path.iterdir()}
+        assert left == {
+            ".lock", "config.yaml", "best_policy", "sft_policy", ".mine.12345678", ".mine.12.tmp",
+        }  # fmt: skip
+        assert (tmp_path / "best_policy" / "config.json").read_text() == "old"
+
+
 def test_another_configuration_is_refused_and_its_settings_are_named(tmp_path):
     with open_run(config(tmp_path / "run")):
         pass
