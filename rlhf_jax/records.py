@@ -133,8 +133,12 @@ def write_atomically(path: os.PathLike | str, text: str) -> None:
         path.write_text(text)
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # of a full disk, where what is there of the new text would keep its room
+        temporary.unlink(missing_ok=True)
+        raise

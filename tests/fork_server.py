@@ -1,13 +1,14 @@
 """`rlhf-jax` as processes that are started in no time: forked from one that has imported everything.
 
-Run as a program it reads a line with a log file and arguments as JSON, forks, and answers with the child's
-process id, and with its exit status once that has ended. Nothing here asks for a device before the fork.
+Run as a program it reads a line with a log file, a limit and arguments as JSON, forks, and answers with the
+child's process id, and with its exit status once that has ended. Nothing asks for a device before the fork.
 """
 
 import contextlib
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -25,9 +26,13 @@ class ForkServer:
             cwd=pathlib.Path(__file__).parents[1],
         )
 
-    def start(self, arguments, log):
-        """The process id of `rlhf-jax ARGUMENTS`, whose output is added to the file `log`."""
-        print(json.dumps([str(log), arguments]), file=self._process.stdin, flush=True)
+    def start(self, arguments, log, *, longest=resource.RLIM_INFINITY):
+        """The process id of `rlhf-jax ARGUMENTS`, whose output is added to the file `log`.
+
+        Args:
+          longest: bytes of the longest file that it may write, after which its disk is full.
+        """
+        print(json.dumps([str(log), longest, arguments]), file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 
     def wait(self):
@@ -53,12 +58,13 @@ def serve():
 
     transformers.PreTrainedTokenizerFast  # noqa: B018, an import
     for line in sys.stdin:
-        log, arguments = json.loads(line)
+        log, longest, arguments = json.loads(line)
         child = os.fork()
         if child == 0:
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (longest, resource.RLIM_INFINITY))
             cli.main(arguments)
             raise AssertionError("main ends the process")
         print(child, flush=True)

@@ -226,6 +226,29 @@ def test_signals_in_each_phase_end_a_run_that_goes_on(in_peace, environment, tmp
 
 
 @pytest.mark.slow
+def test_a_disk_that_is_full_again_and_again_ends_each_start_with_one_line(in_peace, environment, tmp_path):
+    """The longest file that may be written: an export, a checkpoint, and at the end a picture are longer."""
+    directory = tmp_path / "run"
+    config, said = write_config(directory), []
+    with ForkServer(environment) as server:
+        for longest in (20_000, 32_000, 100_000, 200_000):
+            log = tmp_path / f"{longest}.log"
+            server.start(["run", str(config)], log, longest=longest)
+            code, text = server.wait(), log.read_text()
+            assert code == 2, text
+            (line,) = (line for line in text.splitlines() if line.startswith("error: "))
+            assert text.endswith(line + "\n"), text
+            assert "cannot be written: File too large; free some space, and the same command goes on" in line
+            assert str(directory) in line
+            assert "Traceback" not in text
+            said.append(line)
+        server.start(["run", str(config)], tmp_path / "log")
+        assert server.wait() == 0, (tmp_path / "log").read_text()
+    assert ["checkpoints/" in line for line in said] == [False, True, True, False], said
+    assert_same(directory, in_peace)
+
+
+@pytest.mark.slow
 def test_twenty_kills_change_nothing(in_peace, environment, tmp_path):
     survived, while_saving = survive(in_peace, environment, tmp_path, 20)
     assert survived >= 20

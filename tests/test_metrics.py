@@ -94,6 +94,26 @@ def test_a_line_that_a_killed_process_left_unfinished_is_dropped(tmp_path):
     assert steps(tmp_path, "ppo") == [1, 2]
 
 
+def test_a_line_that_found_no_room_is_dropped(tmp_path):
+    code = """
+import resource, sys
+from rlhf_jax.metrics import MetricsLog
+resource.setrlimit(resource.RLIMIT_FSIZE, (190, resource.RLIM_INFINITY))
+with MetricsLog(sys.argv[1]) as log:
+    for step in range(9):
+        log.write("ppo", step, {"a/b": 0.5})
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "File too large" in done.stderr
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    assert len(written) == 190
+    assert not written.endswith(b"\n")
+    with MetricsLog(tmp_path) as log:
+        last = log.last("ppo")
+        log.write("ppo", last + 1, {"a/b": 0.5})
+    assert steps(tmp_path, "ppo") == list(range(last + 2))
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', '{"step": "1", "phase": "ppo"}', "\xff"])
 def test_a_broken_line_inside_is_refused_by_place(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "ppo"}\n' + line + "\n", encoding="latin-1")

@@ -1,4 +1,4 @@
-"""The first signal is noted, a second one ends the process, and none is lost between the last step and the end."""
+"""The first signal is noted, a second one ends the process, and one after the last step is not lost."""
 
 import signal
 import subprocess

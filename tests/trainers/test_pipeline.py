@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,6 +204,34 @@ def test_a_stopped_run_goes_on_bit_equal(finished, tmp_path, sign):
     assert (directory / "eval.json").read_text() == (finished / "eval.json").read_text()
 
 
+@pytest.mark.parametrize(
+    "phase",
+    ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "ppo"))],
+)
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, tmp_path, phase, caplog):
+    """The one before is used, and the metrics are rewound to it."""
+    directory = tmp_path / "run"
+    shutil.copytree(finished, directory)
+    newest = max((directory / "checkpoints" / phase).iterdir(), key=lambda entry: int(entry.name))
+    file = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    config = load_config(str(finished / "config.yaml"), [f"run.dir={directory}"])
+    getattr(pipeline, phase)(config)
+    (line,) = (message for message in caplog.messages if "is damaged" in message)
+    assert f"checkpoints/{phase}/{newest.name} is damaged: " in line
+    again = [record for record in records(directory, phase) if "timing_s/compile" in record]
+    redone = [a["step"] for a, b in zip(again, records(finished, phase), strict=True) if a != b]  # times
+    assert redone
+    assert redone == list(range(redone[0], int(newest.name) + 1))
+    for each in ("sft", "reward", "ppo", "eval"):
+        assert [timeless(r) for r in records(directory, each)] == [
+            timeless(r) for r in records(finished, each)
+        ], each
+    for name in ("best_policy", "best_reward_model", "sft_policy"):
+        for file in ("model.safetensors", "config.json"):
+            assert (directory / name / file).read_bytes() == (finished / name / file).read_bytes(), name
+
+
 def shortest(prompts, responses):
     """A reward function: one word is best."""
     return [-len(response.split()) for response in responses]
@@ -214,6 +243,39 @@ def test_a_python_function_takes_the_reward_models_place(tiny, tmp_path):
     result = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert result["policy"]["before"]["mean"] <= 0
     assert result["reward_model"]["validation_accuracy"] is None
+
+
+CALLS = []
+
+
+def shortest_but_once(prompts, responses):
+    """A reward function that fails in its seventh call of this process, and never again."""
+    CALLS.append(len(prompts))
+    if len(CALLS) == 7:
+        raise ConnectionError("the judge is away")
+    return shortest(prompts, responses)
+
+
+@pytest.mark.slow
+def test_a_run_whose_reward_function_failed_goes_on_bit_equal(tmp_path):
+    def config(name, function):
+        function = f"reward.function=tests.trainers.test_pipeline:{function}"
+        place = f"run.dir={tmp_path / name}"
+        return load_config(
+            None, [*TINY, function, "ppo.iterations=6", "run.save_every=4", "eval.every=3", place]
+        )
+
+    CALLS.clear()
+    with pytest.raises(Exception, match="the judge is away"):
+        pipeline.ppo(config("failed", "shortest_but_once"))
+    reached = records(tmp_path / "failed")[-1]["step"]
+    assert 4 <= reached < 6
+    pipeline.ppo(config("failed", "shortest_but_once"))
+    pipeline.ppo(config("peace", "shortest"))
+    found, expected = ([timeless(r) for r in records(tmp_path / name)] for name in ("failed", "peace"))
+    assert found == expected
+    ours, theirs = (load_file(tmp_path / n / "best_policy/model.safetensors") for n in ("failed", "peace"))
+    assert all((ours[key] == theirs[key]).all() for key in theirs)
 
 
 def test_a_function_that_fails_names_itself(tiny):
