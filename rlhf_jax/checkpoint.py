@@ -72,6 +72,7 @@ class Checkpoints:
         self.wait()
         if not self._cleaned:
             self._clean()
+            self._forget_later()
             barrier(f"half-written checkpoints of {self.directory} are gone")
         self._cleaned = True
         on_primary(lambda: self._check_room(step, sum(leaf.nbytes for leaf in leaves.values())))
@@ -217,14 +218,20 @@ class Checkpoints:
         return [entry for entry in self.directory.iterdir() if entry.name[0].isdigit()]
 
     def _clean(self) -> None:
-        """A step in part would stand in the way of its own saving, and so would one that was passed over."""
+        """A step in part would stand in the way of its own saving."""
         if not is_primary():
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         for entry in self._entries():
-            later = self._resumed is not None and _step_of(entry) > self._resumed
-            if later or not _is_finished(entry):
+            if not _is_finished(entry):
                 _remove(entry)
+
+    def _forget_later(self) -> None:
+        """So would what was passed over in favour of the step that the run goes on from."""
+        if self._resumed is not None and is_primary():
+            for step in self.steps():
+                if step > self._resumed:
+                    _remove(self.directory / str(step))
 
     def _check_room(self, step: int, needed: int) -> None:
         """Before anything is written: what lies there already is not touched."""

@@ -336,8 +336,12 @@ import numpy as np
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.errors import InputError
 
+state = {"x": np.zeros(1000, np.float32)}
+with Checkpoints(sys.argv[1], "ppo", keep=1) as first:
+    first.save(0, state, {})
 checkpoints = Checkpoints(sys.argv[1], "ppo", keep=1)
-checkpoints.save(1, {"x": np.zeros(1000, np.float32)}, {"best": 1})
+assert checkpoints.resume(state).step == 0
+checkpoints.save(1, state, {"best": 1})
 checkpoints.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
