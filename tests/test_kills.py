@@ -176,10 +176,22 @@ def in_peace(environment, tmp_path_factory):
     return directory
 
 
-def write_config(directory):
+def write_config(directory, *overrides):
     config = directory.with_suffix(".yaml")
-    config.write_text(to_yaml(load_config(None, [*SETTINGS, f"run.dir={directory}"])))
+    config.write_text(to_yaml(load_config(None, [*SETTINGS, *overrides, f"run.dir={directory}"])))
     return config
+
+
+CALLS = []
+
+
+def shortest_but_once(prompts, responses):
+    """A reward function whose eighth call in a process fails if there is such a file, which it takes away."""
+    CALLS.append(len(prompts))
+    if len(CALLS) == 8 and (mark := pathlib.Path(os.environ["FAILS_ONCE"])).exists():
+        mark.unlink()
+        raise ConnectionError("the judge is away")
+    return [-float(len(response.split())) for response in responses]
 
 
 def survive(in_peace, environment, folder, kills):
@@ -223,6 +235,27 @@ def test_signals_in_each_phase_end_a_run_that_goes_on(in_peace, environment, tmp
         assert server.wait() == 0, log.read_text()
     assert_same(directory, in_peace)
     assert log.read_text().count("the same command goes on from there") >= 6
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_reward_function_changes_nothing(environment, tmp_path):
+    mark, function = tmp_path / "mark", "reward.function=tests.test_kills:shortest_but_once"
+    runs = [tmp_path / name for name in ("peace", "failed")]
+    configs = [write_config(run, "sft.epochs=0", function, "ppo.iterations=8") for run in runs]
+    with ForkServer({**environment, "FAILS_ONCE": str(mark)}) as server:
+        server.start(["ppo", str(configs[0])], tmp_path / "log")
+        assert server.wait() == 0, (tmp_path / "log").read_text()
+        mark.touch()
+        server.start(["ppo", str(configs[1])], tmp_path / "log")
+        assert server.wait() > 0
+        assert not mark.exists()
+        assert 2 < records(runs[1])[-1]["step"] < 8
+        server.start(["ppo", str(configs[1])], tmp_path / "log")
+        assert server.wait() == 0, (tmp_path / "log").read_text()
+    assert "the judge is away" in (tmp_path / "log").read_text()
+    assert records(runs[1]) == records(runs[0])
+    ours, theirs = (load_file(run / "best_policy" / "model.safetensors") for run in runs)
+    assert all((ours[key] == theirs[key]).all() for key in theirs)
 
 
 @pytest.mark.slow

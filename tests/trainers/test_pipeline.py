@@ -245,39 +245,6 @@ def test_a_python_function_takes_the_reward_models_place(tiny, tmp_path):
     assert result["reward_model"]["validation_accuracy"] is None
 
 
-CALLS = []
-
-
-def shortest_but_once(prompts, responses):
-    """A reward function that fails in its seventh call of this process, and never again."""
-    CALLS.append(len(prompts))
-    if len(CALLS) == 7:
-        raise ConnectionError("the judge is away")
-    return shortest(prompts, responses)
-
-
-@pytest.mark.slow
-def test_a_run_whose_reward_function_failed_goes_on_bit_equal(tmp_path):
-    def config(name, function):
-        function = f"reward.function=tests.trainers.test_pipeline:{function}"
-        place = f"run.dir={tmp_path / name}"
-        return load_config(
-            None, [*TINY, function, "ppo.iterations=6", "run.save_every=4", "eval.every=3", place]
-        )
-
-    CALLS.clear()
-    with pytest.raises(Exception, match="the judge is away"):
-        pipeline.ppo(config("failed", "shortest_but_once"))
-    reached = records(tmp_path / "failed")[-1]["step"]
-    assert 4 <= reached < 6
-    pipeline.ppo(config("failed", "shortest_but_once"))
-    pipeline.ppo(config("peace", "shortest"))
-    found, expected = ([timeless(r) for r in records(tmp_path / name)] for name in ("failed", "peace"))
-    assert found == expected
-    ours, theirs = (load_file(tmp_path / n / "best_policy/model.safetensors") for n in ("failed", "peace"))
-    assert all((ours[key] == theirs[key]).all() for key in theirs)
-
-
 def test_a_function_that_fails_names_itself(tiny):
     with pytest.raises(InputError, match=r"reward\.function='nowhere:f' cannot be imported"):
         pipeline.ppo(tiny("reward.function=nowhere:f"))
