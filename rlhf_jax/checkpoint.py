@@ -24,6 +24,7 @@ from etils import epath
 
 from rlhf_jax.checksums import MANIFEST, damage, write_checksums
 from rlhf_jax.errors import InputError
+from rlhf_jax.sharding import offload
 from rlhf_jax.sharding.processes import agreed, barrier, is_primary, on_primary
 from rlhf_jax.storage import free_bytes, full
 
@@ -81,6 +82,8 @@ class Checkpoints:
         with self._told(step):
             self._checkpointer().save(self.directory / str(step), args=items)
         self._writing = step
+        if any(_in_host_memory(leaf) for leaf in leaves.values()):
+            self.wait()  # these are read where they lie, and the next step may write there
 
     def wait(self) -> None:
         """Returns once what was saved is whole where it belongs, and what is older than `keep` is gone.
@@ -237,7 +240,7 @@ class Checkpoints:
         """Before anything is written: what lies there already is not touched."""
         free = free_bytes(self.directory)
         if free is not None and free < needed:
-            raise InputError(self._no_room(step, f"{needed:,} bytes are needed and {free:,} are free"))
+            raise InputError(self._not_written(step, f"{needed:,} bytes are needed and {free:,} are free"))
 
     @contextlib.contextmanager
     def _told(self, step: int) -> Iterator[None]:
@@ -245,14 +248,13 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            reason = full(error) or (_reason(error) if isinstance(error, OSError) else None)
-            if reason is None:
+            if full(error) is None and not isinstance(error, OSError):
                 raise
             with contextlib.suppress(OSError):
                 self._clean()
-            raise InputError(self._no_room(step, reason)) from error
+            raise InputError(self._not_written(step, full(error) or _reason(error))) from error
 
-    def _no_room(self, step: int, reason: str) -> str:
+    def _not_written(self, step: int, reason: str) -> str:
         steps = self.steps()
         last = f"from step {steps[-1]}" if steps else "from the beginning of this phase"
         place = self.directory / str(step)
@@ -350,6 +352,10 @@ def _named(tree: Any) -> dict[str, Any]:
     if len(named) != len(paths):
         raise ValueError("two leaves of the state have one name")
     return named
+
+
+def _in_host_memory(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == offload.HOST
 
 
 def _is_key(leaf: Any) -> bool:

@@ -312,6 +312,14 @@ def test_a_save_goes_on_while_its_state_is_donated(tmp_path):
             np.testing.assert_array_equal(restored["y"], 5.0 * number - 3)
 
 
+def test_a_save_from_host_memory_is_waited_for(tmp_path):
+    """Offloaded moments are not copied, so that the next step must not have them before they are written."""
+    place = NamedSharding(mesh(4, 2), PartitionSpec("x"), memory_kind="pinned_host")
+    with Checkpoints(tmp_path, "ppo", keep=1) as checkpoints:
+        checkpoints.save(1, {"x": jax.device_put(jnp.arange(8.0), place)}, {})
+        assert Checkpoints(tmp_path, "ppo", keep=1).steps() == [1]
+
+
 def test_a_checkpoint_counts_only_once_all_of_it_is_there(tmp_path, monkeypatch):
     """The old one is removed after that, and not before."""
     seen = []
