@@ -22,8 +22,9 @@ from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.sharding.processes import is_primary
 from rlhf_jax.trainers.ppo import Learner
-from rlhf_jax.trainers.ppo_loop import PpoTask, train_ppo
+from rlhf_jax.trainers.ppo_loop import train_ppo
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task
+from rlhf_jax.trainers.ppo_task import PpoTask
 from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.timing import CompileClock
 

@@ -21,8 +21,8 @@ from rlhf_jax.sharding.placement import Views
 from rlhf_jax.trainers.evaluate import Evaluator
 from rlhf_jax.trainers.inputs import Gold
 from rlhf_jax.trainers.ppo import Learner
-from rlhf_jax.trainers.ppo_loop import Bases, PpoTask
 from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps, recomputes_old_logprobs
+from rlhf_jax.trainers.ppo_task import Bases, PpoTask
 from rlhf_jax.trainers.roles import POLICY, LoadedModel, adapted, load_critic, place, same_rendering
 
 log = logging.getLogger("rlhf_jax")
