@@ -35,6 +35,16 @@ MAY_CHANGE = frozenset(
         "ppo.micro_batch_size",
         "rollout.slots",
         "eval.batch_size",
+        "reward.retries",
+        "reward.timeout",
+        "reward.fallback",
+        "health.kl",
+        "health.score_fall",
+        "health.entropy",
+        "health.length_fall",
+        "health.cut_off",
+        "health.explained_variance",
+        "health.stop",
     }
 )
 OUTPUTS = ("metrics.jsonl", "samples.jsonl", "eval.json", "checkpoints", "best_policy", "best_reward_model")

@@ -14,12 +14,13 @@ from rlhf_jax.checks import check, check_devices
 from rlhf_jax.config import load_config
 from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import read_metrics
-from rlhf_jax.rollout.reward_model import RewardFunction, Scale
+from rlhf_jax.rollout.reward_function import RewardFunction
+from rlhf_jax.rollout.reward_model import Scale
 from rlhf_jax.run_directory import differing_settings
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.trainers import inputs, replay, roles
 from rlhf_jax.trainers.dump import Dump, read_dump
-from rlhf_jax.trainers.pending import PHASE
+from rlhf_jax.trainers.health import PHASE
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task
 from rlhf_jax.trainers.ppo_task import PpoTask
 

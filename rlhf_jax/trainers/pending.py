@@ -10,10 +10,9 @@ from etils import epath
 from rlhf_jax.metrics import MetricsLog, Progress
 from rlhf_jax.sharding.processes import fetch
 from rlhf_jax.trainers.dump import Batch, write_dump
+from rlhf_jax.trainers.health import PHASE, Sign, Watch
 from rlhf_jax.trainers.ppo_task import PpoTask
 from rlhf_jax.trainers.timing import CompileClock, FirstStep, peak_flops
-
-PHASE = "ppo"
 
 
 class Pending:
@@ -29,10 +28,17 @@ class Pending:
     """
 
     def __init__(
-        self, task: PpoTask, run_dir: epath.Path, log: MetricsLog, progress: Progress, clock: CompileClock
+        self,
+        task: PpoTask,
+        run_dir: epath.Path,
+        log: MetricsLog,
+        progress: Progress,
+        clock: CompileClock,
+        step: int,
     ):
+        """Goes on after `step`."""
         self._task, self._run_dir, self._log, self._progress = task, run_dir, log, progress
-        self._clock = clock
+        self._clock, self._watch = clock, Watch(task.config.health, run_dir, step)
         self._waiting: tuple[int, dict[str, Any], dict[str, float], Batch] | None = None
         self.bad_steps, self._skipped = 0, False
         self.dump: tuple[epath.Path, Batch] | None = None
@@ -49,6 +55,19 @@ class Pending:
     def diverged(self) -> bool:
         """True once run.max_bad_steps updates in a row were not finite."""
         return self.bad_steps >= self._task.config.run.max_bad_steps
+
+    @property
+    def fatal(self) -> Sign | None:
+        """The sign over which health.stop ends the run."""
+        return self._watch.fatal
+
+    @property
+    def halts(self) -> bool:
+        """True where the run must not go on."""
+        return self.diverged or self.fatal is not None
+
+    def close(self) -> None:
+        self._watch.close()
 
     def flush(self) -> None:
         """Writes what waits."""
@@ -76,6 +95,7 @@ class Pending:
         self._look(step, numbers, batch)
 
     def _look(self, step: int, numbers: dict[str, Any], batch: Batch) -> None:
+        self._watch(step, numbers)
         before, roles = self._skipped, ("actor", "critic")
         self._skipped = any(numbers.get(f"{role}/skipped", 0) > 0 for role in roles)
         self.bad_steps = int(max(numbers.get(f"{role}/bad_steps", 0) for role in roles))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,16 +12,19 @@ import numpy as np
 
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.data.batches import batch_indices
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import Halted, InputError
 from rlhf_jax.metrics import MetricsLog, Progress
 from rlhf_jax.rollout.prompt_batch import prompt_batch
-from rlhf_jax.sharding.processes import is_primary, on_primary, put, put_key
+from rlhf_jax.rollout.scored import settled
+from rlhf_jax.settings import Config
+from rlhf_jax.sharding.processes import agreed, is_primary, on_primary, put, put_key
 from rlhf_jax.sharding.rules import replicated
 from rlhf_jax.trainers.dump import Batch, note_in_dump
 from rlhf_jax.trainers.evaluate import response_texts
+from rlhf_jax.trainers.health import PHASE, Unhealthy
 from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import Diverged
-from rlhf_jax.trainers.pending import PHASE, Pending
+from rlhf_jax.trainers.pending import Pending
 from rlhf_jax.trainers.ppo import Learner, Statistics
 from rlhf_jax.trainers.ppo_task import PpoTask
 from rlhf_jax.trainers.replay import nonfinite_gradients
@@ -36,32 +40,54 @@ def train_ppo(
 
     Raises:
       Diverged: run.max_bad_steps updates in a row were not finite. They were skipped, and the state is saved.
+      Unhealthy: a sign that health.stop names. The state is saved.
     """
     run, ppo, evaluate_every = task.config.run, task.config.ppo, task.config.eval.every
     checkpoints = Checkpoints(run_dir, PHASE, keep=run.keep)
     learner, best = _resume(checkpoints, task.steps.learner_shapes, first_learner, log)
-    with Progress(PHASE, shown=is_primary()) as progress, stop_on_signal() as stop:
-        pending, trace = Pending(task, run_dir, log, progress, clock), Trace(run_dir / "profile", run.profile)
-        for done, iteration in enumerate(range(int(learner.iteration), ppo.iterations)):
+    start = int(learner.iteration)
+    if _evaluates(task.config, start) and agreed((log.last("eval") or 0) < start):  # it ended a run before
+        best = _evaluate(task, learner, start, log, best)
+    with (
+        Progress(PHASE, shown=is_primary()) as progress,
+        stop_on_signal() as stop,
+        contextlib.ExitStack() as stack,
+    ):
+        trace = Trace(run_dir / "profile", run.profile)
+        pending = stack.enter_context(contextlib.closing(Pending(task, run_dir, log, progress, clock, start)))
+
+        @contextlib.contextmanager
+        def keeping(learner: Learner) -> Iterator[None]:
+            """Where a reward fails inside, what was done before is saved."""
+            try:
+                yield
+            except InputError:
+                pending.flush()
+                _save(checkpoints, learner, best, log)
+                raise
+
+        for done, iteration in enumerate(range(start, ppo.iterations)):
             trace.at(done, learner)
             timed = PhaseTimer(clock, enabled=_due(iteration, run.profile_every))
             if timed.enabled:
                 pending.flush()
-            learner, metrics, batch = _iteration(task, learner, iteration, timed)
+            with keeping(learner):
+                learner, metrics, batch = _iteration(task, learner, iteration, timed)
             pending.flush()
             stopping = stop()
             pending.put(iteration + 1, metrics, timed.seconds, batch)
             last = iteration + 1 == ppo.iterations
-            if _due(iteration, evaluate_every) or (last and evaluate_every):
+            if _evaluates(task.config, iteration + 1):
                 pending.flush()
-                best = _evaluate(task, learner, iteration + 1, log, best)
+                with keeping(learner):
+                    best = _evaluate(task, learner, iteration + 1, log, best)
                 pending.restart_clock()
-            if last or stopping or pending.diverged or _due(iteration, run.save_every):
+            if last or stopping or pending.halts or _due(iteration, run.save_every):
                 pending.flush()
                 _save(checkpoints, learner, best, log)
                 pending.restart_clock()
-            if pending.diverged:
-                raise _diverged(task, learner, pending)
+            if pending.halts:
+                raise _end_of(task, learner, pending)
             if stopping:
                 stopped(stop, run_dir)
         trace.close(learner)
@@ -123,7 +149,10 @@ def _iteration(
     old_logprobs_BT, values_BT, final_values_B = _judge(task, learner, rollout, timed)
     ref_logprobs_BT = timed("ref", policy.reference_logprobs, judge.reference_params, rollout)
     texts = response_texts(judge.renderer, rollout)
-    scores_B = judge.scale(timed("reward", judge.scorer, rollout, messages, texts))
+    scored = timed("reward", judge.scorer, rollout, messages, texts)
+    scores_B, failed_B = settled(
+        judge.scale(scored.scores_B), scored.reasons, rows.tolist(), fallback=judge.fallback
+    )
     scores_B = put(scores_B, rollout.truncated_B.sharding)
     shuffle_key = put_key(shuffle_key, replicated(task.views.train))
 
@@ -141,6 +170,7 @@ def _iteration(
         )
     metrics |= {
         "reward/kl_coef": learner.kl_coef,
+        "reward/failed": failed_B.sum(),
         "prompt_length_B": prompts.mask_BP.sum(-1),
         "length_B": rollout.length_B,
     }
@@ -186,8 +216,10 @@ def _learn(
     return dataclasses.replace(learner, actor=actor, critic=critic), metrics
 
 
-def _diverged(task: PpoTask, learner: Learner, pending: Pending) -> Diverged:
-    """The end of a run whose updates are not finite any more; its dump gets the names of the leaves."""
+def _end_of(task: PpoTask, learner: Learner, pending: Pending) -> Halted:
+    """Why a run ends; the dump of one whose updates are not finite any more gets the names of the leaves."""
+    if pending.fatal is not None and not pending.diverged:
+        return Unhealthy(f"{pending.fatal.text}; its state is saved, and the same command goes on from there")
     assert pending.dump is not None
     path, batch = pending.dump
     leaves = nonfinite_gradients(task, learner, batch)
@@ -202,6 +234,12 @@ def _diverged(task: PpoTask, learner: Learner, pending: Pending) -> Diverged:
 def _due(iteration: int, every: int) -> bool:
     """True at the end of every `every`-th iteration; never where it is 0."""
     return every > 0 and (iteration + 1) % every == 0
+
+
+def _evaluates(config: Config, step: int) -> bool:
+    """True where the actor is evaluated after so many iterations."""
+    every = config.eval.every
+    return every > 0 and step > 0 and (step % every == 0 or step == config.ppo.iterations)
 
 
 def _resume(
@@ -221,7 +259,7 @@ def _resume(
 def _save(checkpoints: Checkpoints, learner: Learner, best: dict[str, float], log: MetricsLog) -> None:
     log.flush()
     step = int(learner.iteration)
-    if step != checkpoints.latest_step():
+    if step > 0 and step != checkpoints.latest_step():
         checkpoints.save(step, learner, best)
 
 
@@ -235,13 +273,14 @@ def _evaluate(
         "eval/score_mean": score,
         "eval/score_std": float(np.std([r.score for r in responses])),
         "eval/kl": float(np.mean([r.kl for r in responses])),
+        "eval/failed": sum(r.failed for r in responses),
         "eval/response_length": float(np.mean([r.length for r in responses])),
     }
     golds = [r.gold for r in responses if r.gold is not None]
     if golds:
         numbers["eval/gold_mean"] = float(np.mean(golds))
     log.write("eval", step, numbers)
-    if score <= best.get("score", -np.inf):
+    if not score > best.get("score", -np.inf):
         return best
     task.save_policy(task.actor_params(learner), step)
     return {"score": score, "step": step}

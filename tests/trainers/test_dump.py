@@ -89,6 +89,7 @@ def cli_says(arguments, capsys):
     return caught.value.code
 
 
+@pytest.mark.slow
 def test_a_bad_last_step_ends_the_run_too(tiny):
     """The last iterations' updates were looked at by none."""
     CALLS.clear()
