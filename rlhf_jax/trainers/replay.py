@@ -190,7 +190,8 @@ def first_bad_module(role: Role, batch: Batch, rows: np.ndarray) -> str | None:
     for name, module, method in role.modules:
         params = whole[name]
         if getattr(module, "scan_layers", False):
-            module, params = module.clone(scan_layers=False, remat=False), unstack_layers(params)
+            plain = {"remat": "none"} if hasattr(module, "remat") else {}
+            module, params = module.clone(scan_layers=False, **plain), unstack_layers(params)
 
         def watch(call, args, kwargs, context, name=name):
             out = call(*args, **kwargs)
