@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.layouts import check_layout, layouts, shares, show
-from rlhf_jax.settings import Config, Lora, Shape
+from rlhf_jax.settings import Config, Health, Lora, Shape
 
 CHOICES = {
     "policy.dtype": ("float32", "bfloat16"),
@@ -48,7 +48,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x >= 0,
         """sft.epochs sft.learning_rate sft.weight_decay reward.margin reward.centering_coef
         reward.learning_rate reward.weight_decay critic.learning_rate critic.warmup_iterations
-        critic.coef lora.rank
+        critic.coef lora.rank reward.retries
         ppo.learning_rate ppo.warmup_iterations ppo.weight_decay ppo.kl_coef ppo.entropy_coef
         ppo.missing_eos_penalty rollout.temperature rollout.top_k eval.every run.profile_every run.profile""",
     ),
@@ -56,9 +56,14 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "above 0",
         lambda x: x > 0,
         """sft.max_grad_norm reward.max_grad_norm critic.max_grad_norm ppo.max_grad_norm ppo.clip_high
-        ppo.value_clip lora.alpha ppo.kl_target ppo.kl_horizon ppo.stop_kl ppo.reward_clip""",
+        ppo.value_clip lora.alpha ppo.kl_target ppo.kl_horizon ppo.stop_kl ppo.reward_clip health.kl
+        health.score_fall health.entropy reward.timeout""",
     ),
-    ("between 0 and 1, both excluded", lambda x: 0 < x < 1, "data.validation_fraction ppo.clip_low"),
+    (
+        "between 0 and 1, both excluded",
+        lambda x: 0 < x < 1,
+        "data.validation_fraction ppo.clip_low health.length_fall health.cut_off",
+    ),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "sft.warmup_fraction reward.warmup_fraction"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "ppo.gamma ppo.lam"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "rollout.top_p"),
@@ -95,6 +100,7 @@ def check(config: Config, *, training: bool = True) -> None:
     elif not re.fullmatch(r"[\w.]+:\w+", config.reward.function):
         raise InputError(f"reward.function={config.reward.function} is not of the form module:function")
     _check_lora(config.lora)
+    _check_health(config.health)
     _check_batches(config)
     _check_lengths(config)
     if training:
@@ -178,6 +184,17 @@ def _check_lora(lora: Lora) -> None:
             raise InputError(
                 f"lora.targets={lora.targets}: {name or 'an empty name'} is none of {', '.join(PROJECTIONS)}"
                 f"{nearest(name, PROJECTIONS)}"
+            )
+
+
+def _check_health(health: Health) -> None:
+    signs = [field.name for field in dataclasses.fields(health) if field.name != "stop"]
+    named = [] if health.stop in (None, "all") else health.stop.split(",")
+    for name in named:
+        if name not in signs:
+            raise InputError(
+                f"health.stop={health.stop}: {name or 'an empty name'} is none of all, {', '.join(signs)}"
+                f"{nearest(name, signs)}"
             )
 
 

@@ -1,8 +1,9 @@
 """The command line: `rlhf-jax COMMAND CONFIG.yaml [key=value ...]`.
 
-Exit codes: 0 done; 2 the input is wrong, one line on stderr; 1 a fault of the program, with its traceback;
-130 stopped by Ctrl-C; 143 stopped by SIGTERM. Heavy imports stay inside the commands, so that `--help`
-answers at once.
+Exit codes: 0 done; 2 the input is wrong, one line on stderr; 3 the updates were no longer finite, and 4 the
+run's health asked for its end (health.stop), one line each; 1 a fault of the program, with its traceback; 130
+stopped by Ctrl-C; 143 stopped by SIGTERM. Heavy imports stay inside the commands, so that `--help` answers at
+once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ import typer
 from typer.core import TyperCommand
 
 from rlhf_jax.cluster import leave_together, start
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import Halted, InputError
 from rlhf_jax.settings import Config
 
 CACHE = "~/.cache/rlhf_jax/xla"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 app = typer.Typer(
     name="rlhf-jax",
@@ -117,6 +117,24 @@ def export(context: typer.Context, config: ConfigFile, settings: Overrides = Non
     _pipeline(context, "export", _read(config, settings))
 
 
+@app.command()
+def debug(
+    dump: Annotated[str, typer.Argument(metavar="DUMP", help="a folder such as RUN_DIR/dumps/12")],
+    settings: Overrides = None,
+) -> None:
+    """Replay an update that was not finite, and name the first thing in it that is not.
+
+    Takes the configuration and the checkpoints of the dump's run; key=value may move it to other devices.
+    """
+    _with_jax()
+    _check_platforms()
+    from rlhf_jax.trainers.debug import debug
+
+    with _narration():
+        said = debug(dump, settings or [])
+    print(said)
+
+
 class ConfigCommand(TyperCommand):
     """`config --help` goes on with every setting."""
 
@@ -188,17 +206,14 @@ def generate(
 @app.command()
 def env() -> None:
     """Versions and devices, for a report of a fault."""
-    import importlib.metadata
     import platform
 
     import jax
 
-    import rlhf_jax
+    from rlhf_jax.versions import versions
 
-    print(f"rlhf_jax {rlhf_jax.__version__}")
-    print(f"python {platform.python_version()}")
-    for package in PACKAGES:
-        print(f"{package} {importlib.metadata.version(package)}")
+    for package, version in versions().items():
+        print(f"{package} {version}")
     kinds = sorted({device.device_kind for device in jax.devices()})
     print(f"devices {jax.device_count()} x {', '.join(kinds)} ({jax.default_backend()})")
     print(f"processes {jax.process_count()}")
@@ -217,6 +232,9 @@ def main(arguments: list[str] | None = None) -> None:
     except InputError as error:
         code = _complain(str(error))
         leave_together(code)
+    except Halted as error:  # every process comes here at the same step
+        _complain(str(error))
+        code = error.code
     except (KeyboardInterrupt, typer.Abort):
         code = 130
         leave_together(code)

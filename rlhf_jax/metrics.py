@@ -18,6 +18,8 @@ from etils import epath
 from rlhf_jax.errors import InputError
 from rlhf_jax.records import RecordLog, read_records
 
+WARNINGS = "warnings.jsonl"
+
 # The numbers that tell at a glance whether a phase goes well.
 SHOWN = {
     "sft": ("sft/loss", "sft/validation_loss", "sft/lr"),
@@ -193,6 +195,11 @@ class Progress:
             return ""
         seconds = (time.monotonic() - self._started_at) / (done + 1) * (total - step)
         return f" ({seconds / 60:.0f} min left)" if seconds >= 90 else f" ({seconds:.0f} s left)"
+
+
+def read_warnings(run_dir: os.PathLike | str) -> list[dict]:
+    """The records of warnings.jsonl in order; none where there is no such file."""
+    return read_records(epath.Path(run_dir) / WARNINGS)
 
 
 def read_metrics(run_dir: os.PathLike | str) -> list[dict]:

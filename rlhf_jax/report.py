@@ -14,7 +14,7 @@ from etils import epath
 from rlhf_jax import comparison, plots
 from rlhf_jax.config import load_config, to_yaml
 from rlhf_jax.errors import InputError
-from rlhf_jax.metrics import read_metrics, read_samples
+from rlhf_jax.metrics import read_metrics, read_samples, read_warnings
 from rlhf_jax.records import write_atomically
 from rlhf_jax.settings import Config
 
@@ -48,6 +48,7 @@ def write_report(run_dir: os.PathLike | str) -> list[epath.Path]:
         sentence=_result_sentence(result),
         missing=_missing(metrics, pairs, result),
         result=result,
+        warnings=read_warnings(place),
         pictures={name: [base64.b64encode(png).decode() for png in pngs] for name, pngs in pictures.items()},
         table=comparison.table(pairs),
         gold_sentence=_gold_sentence(result),

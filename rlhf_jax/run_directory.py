@@ -36,6 +36,16 @@ MAY_CHANGE = frozenset(
         "ppo.micro_batch_size",
         "rollout.slots",
         "eval.batch_size",
+        "reward.retries",
+        "reward.timeout",
+        "reward.fallback",
+        "health.kl",
+        "health.score_fall",
+        "health.entropy",
+        "health.length_fall",
+        "health.cut_off",
+        "health.explained_variance",
+        "health.stop",
     }
 )
 # How records.py and models/export.py name what is not yet, or no longer, in its place.

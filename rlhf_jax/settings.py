@@ -122,6 +122,14 @@ class Reward(Supervised):
         None,
         "`module:function` of (prompts, responses) -> scores, in place of a reward model; its code runs",
     )
+    retries: int = option(
+        0, "how often a call of reward.function is made again that raised, hung or gave no finite number each"
+    )
+    timeout: float | None = option(None, "seconds that a call of reward.function may take; none: any")
+    fallback: float | None = option(
+        None,
+        "score, standardised, of a response that could not be scored; none: the run saves and stops",
+    )
     dtype: str = option("float32", "type of the computation: float32 or bfloat16")
     loss: str = option("bradley_terry", "ranking loss: bradley_terry or hinge")
     margin: float = option(0.0, "how much higher the chosen response should score")
@@ -247,6 +255,32 @@ class Eval:
 
 
 @dataclasses.dataclass(frozen=True)
+class Health:
+    """Signs that a PPO run goes wrong. Each is warned of once when it begins; none switches it off."""
+
+    kl: float | None = option(
+        1.0, "mean KL to the reference, nats a token, above which the policy is far off"
+    )
+    score_fall: float | None = option(
+        2.0,
+        "fall of the mean score below its best that is too much, in standard deviations of the first scores",
+    )
+    entropy: float | None = option(0.02, "mean entropy, nats a token, below which the policy has collapsed")
+    length_fall: float | None = option(
+        0.2, "share of the first step's mean response length below which responses have collapsed"
+    )
+    cut_off: float | None = option(
+        0.95, "share of responses at their length limit above which they no longer end, if it began lower"
+    )
+    explained_variance: float | None = option(
+        -0.5, "critic's explained variance; 20 steps in a row below it say that the critic has failed"
+    )
+    stop: str | None = option(
+        None, "signs at which the run saves and stops with exit code 4: all, or names such as kl,entropy"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """How one role's parameters lie on the devices. -1 takes what is left."""
 
@@ -316,5 +350,6 @@ class Config:
     ppo: Ppo = section(Ppo)
     rollout: Rollout = section(Rollout)
     eval: Eval = section(Eval)
+    health: Health = section(Health)
     placement: Placement = section(Placement)
     run: Run = section(Run)

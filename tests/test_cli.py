@@ -15,11 +15,11 @@ import pytest
 
 from rlhf_jax import cli
 from rlhf_jax.config import from_dict, load_config, to_yaml
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import Halted, InputError
 from rlhf_jax.settings import Config
 
-COMMANDS = ("run", "sft", "reward", "ppo", "eval", "report", "export", "config", "plan", "generate", "env")
 JOBS = {"run": "run", "sft": "sft", "reward": "reward", "ppo": "ppo", "eval": "evaluate", "export": "export"}
+COMMANDS = (*JOBS, "report", "config", "plan", "generate", "debug", "env")
 
 
 @pytest.fixture
@@ -109,6 +109,7 @@ def test_a_command_hands_the_resolved_configuration_to_its_job(command, called, 
         ("run",),
         ("rnu", "CONFIG"),
         ("run", "CONFIG", "--fast"),
+        ("debug", "nowhere"),
         ("plan", "CONFIG"),
         ("plan", "CONFIG", "--compile", "v5e:4x4x4"),
     ],
@@ -138,6 +139,18 @@ def test_a_fault_of_the_program_keeps_its_traceback(called, config_file, monkeyp
     monkeypatch.setattr(called.module, "sft", fail)
     with pytest.raises(KeyError, match="a bug"):
         cli.main(["sft", config_file])
+
+
+def test_a_run_that_stops_itself_is_one_line_and_its_own_code(called, config_file, monkeypatch, capsys):
+    class Ended(Halted):
+        code = 9
+
+    def halt(config):
+        raise Ended("updates were not finite;\nlower the rates")
+
+    monkeypatch.setattr(called.module, "ppo", halt)
+    assert run("ppo", config_file) == 9
+    assert capsys.readouterr().err == "error: updates were not finite; lower the rates\n"
 
 
 def test_ctrl_c_is_130_and_an_exit_code_passes_through(called, config_file, monkeypatch):

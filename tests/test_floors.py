@@ -12,7 +12,18 @@ import rlhf_jax
 PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 # A module may import from its own floor and from those below.
 FLOORS = (
-    ("errors", "cluster", "settings", "layouts", "checks", "config", "records", "storage", "text_statistics"),
+    (
+        "errors",
+        "cluster",
+        "settings",
+        "layouts",
+        "checks",
+        "config",
+        "records",
+        "storage",
+        "text_statistics",
+        "versions",
+    ),
     ("losses", "types"),
     ("models", "sharding", "data"),
     ("rollout", "checksums", "checkpoint", "metrics", "run_directory", "comparison"),

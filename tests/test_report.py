@@ -212,3 +212,14 @@ def test_a_moving_average_keeps_constants_and_lines():
     np.testing.assert_allclose(plots._smooth(np.full(50, 3.0)), 3.0)
     line = np.arange(50.0)
     np.testing.assert_allclose(plots._smooth(line)[5:-5], line[5:-5], rtol=1e-12)
+
+
+def test_warnings_are_listed_as_text(tmp_path):
+    write_run(tmp_path, metrics=[ppo_record(1)])
+    write_report(tmp_path)
+    assert "Warnings" not in (tmp_path / "report.html").read_text()
+    record = {"phase": "ppo", "step": 3, "name": "kl", "text": f"step 3: {HOSTILE}"}
+    (tmp_path / "warnings.jsonl").write_text(json.dumps(record) + "\n")
+    write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert f"<li>step 3: {ESCAPED}</li>" in page

@@ -20,7 +20,6 @@ from rlhf_jax.sharding.placement import make_views, placed_shapes
 from rlhf_jax.sharding.rules import batch_sharding, in_view, replicated
 from rlhf_jax.trainers.optimizer import TrainState
 from rlhf_jax.trainers.ppo import Statistics
-from rlhf_jax.trainers.ppo_loop import Bases
 from rlhf_jax.trainers.ppo_setup import bases_of, iteration_flops
 from rlhf_jax.trainers.ppo_steps import (
     PpoSteps,
@@ -28,6 +27,7 @@ from rlhf_jax.trainers.ppo_steps import (
     make_ppo_steps,
     recomputes_old_logprobs,
 )
+from rlhf_jax.trainers.ppo_task import Bases
 from rlhf_jax.trainers.roles import shardings_of
 from rlhf_jax.trainers.shared_critic import Pair
 from rlhf_jax.types import Prompts, Rollout

@@ -1,18 +1,10 @@
-"""Scores of finished responses: by a reward model, or by a Python function.
-
-Both are called with the rollout, its prompts as messages and its responses as text, and return one raw
-score a response.
-"""
+"""Scores of finished responses by a reward model, and the scale that they are put on."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import os
-import sys
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import numpy as np
@@ -20,25 +12,17 @@ import numpy as np
 from rlhf_jax.data.batches import pad_rows, width_for
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
-from rlhf_jax.errors import InputError
 from rlhf_jax.rollout.score import with_final_eos
+from rlhf_jax.rollout.scored import Scored
 from rlhf_jax.rollout.token_rows import rendered_rows
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import to_device
-from rlhf_jax.sharding.processes import fetch, put, share_rows
+from rlhf_jax.sharding.processes import fetch, put
 from rlhf_jax.sharding.reshard import to_devices
 from rlhf_jax.sharding.rules import batch_sharding, in_view
 from rlhf_jax.types import Rollout
 
 WIDTH_STEP = 64  # texts are padded to a multiple of this, so that few widths are compiled
-
-
-class Scorer(Protocol):
-    """Raw scores of responses, float32 `[B]`."""
-
-    def __call__(
-        self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]
-    ) -> np.ndarray: ...
 
 
 class RewardModel:
@@ -80,10 +64,11 @@ class RewardModel:
         self._score = in_view(view, score)
         self._score_rollout = in_view(view, score_rollout)
 
-    def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Any:
+    def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Scored:
         if self.reads_rollouts:
-            return self._score_rollout(to_device(self.params), to_devices(rollout, batch_sharding(self.view)))
-        return self.score_texts(prompts, responses)
+            there = to_devices(rollout, batch_sharding(self.view))
+            return Scored(self._score_rollout(to_device(self.params), there))
+        return Scored(self.score_texts(prompts, responses))
 
     def score_texts(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
         """Raw scores of dialogues as text, rendered as in the reward model's training.
@@ -108,75 +93,6 @@ class RewardModel:
             arrays = put(pad_rows(batch, width, "right", 0), batch_sharding(self.view))
             scores[index] = fetch(self._score(params, *arrays))[: len(index)]
         return scores
-
-
-class RewardFunction:
-    """A Python function of (prompts, responses) -> scores, or its name `module:function`, which is imported.
-
-    It gets the prompts as lists of {"role", "content"} and the responses as strings. Of several processes
-    each calls it with its share of the rows.
-    """
-
-    def __init__(self, function: str | Callable[..., Any]):
-        self.name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
-        self._function = _import_function(function) if isinstance(function, str) else function
-
-    def __call__(
-        self, rollout: Rollout | None, prompts: Sequence[Dialogue], responses: Sequence[str]
-    ) -> np.ndarray:
-        def share(rows: range) -> np.ndarray:
-            return self._scores([prompts[i] for i in rows], [responses[i] for i in rows])
-
-        return share_rows(share, len(responses))
-
-    def _scores(self, prompts: Sequence[Dialogue], responses: Sequence[str]) -> np.ndarray:
-        messages = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts]
-        try:
-            given = self._function(messages, list(responses))
-        except Exception as error:
-            raise InputError(f"{self.name} raised {_told(error)}; mend the function") from error
-        try:
-            if np.asarray(given).dtype.kind in "US":
-                raise TypeError(f"text such as {str(np.ravel(given)[0])[:40]!r}")
-            scores = np.asarray(given, np.float32)
-        except (TypeError, ValueError, IndexError) as error:
-            raise InputError(
-                f"{self.name} gave no numbers ({error}); return one for each response"
-            ) from error
-        if scores.shape != (len(responses),):
-            raise InputError(
-                f"{self.name} gave shape {scores.shape} for {len(responses)} responses; "
-                "return one number each"
-            )
-        if not np.isfinite(scores).all():
-            row = int(np.flatnonzero(~np.isfinite(scores))[0])
-            raise InputError(f"{self.name} gave {scores[row]} for response {row}; return finite numbers")
-        return scores
-
-
-def _import_function(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # an installed command does not look where it is started
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module's own code ran
-        own = isinstance(error, ImportError | AttributeError | TypeError | ValueError)
-        reason = error if own else _told(error)
-        raise InputError(
-            f"reward.function={name!r} cannot be imported ({reason}); give it as module:function"
-        ) from error
-    if not callable(found):
-        raise InputError(f"reward.function={name!r} is not a function")
-    return found
-
-
-def _told(error: Exception) -> str:
-    """An error of the user's code: its type, its words, and the line where it arose."""
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError ({error})"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} ({error}) in {frame.filename}, line {frame.lineno}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from rlhf_jax.data.batches import sequential_batches
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.rollout.prompt_batch import prompt_batch
-from rlhf_jax.rollout.reward_model import Scale, Scorer
+from rlhf_jax.rollout.reward_model import Scale
+from rlhf_jax.rollout.scored import Scorer, settled
 from rlhf_jax.settings import Eval
 from rlhf_jax.sharding.processes import fetch
 from rlhf_jax.trainers.inputs import Gold
@@ -37,6 +38,7 @@ class Response:
     length: int  # tokens, the EOS included
     truncated: bool
     kl: float  # nats, summed over the response: log policy - log reference of the sampled tokens
+    failed: bool = False  # it could not be scored: the score is reward.fallback
 
     def record(self, step: int, when: str) -> dict[str, Any]:
         """The response as a line of samples.jsonl."""
@@ -44,6 +46,8 @@ class Response:
         text = fields.pop("text")
         if self.gold is None:
             fields.pop("gold")
+        if not self.failed:
+            fields.pop("failed")
         return {"step": step, "phase": "eval", "when": when, **fields, "response": text}
 
 
@@ -56,6 +60,7 @@ class Evaluator:
     renderer: Renderer
     scorer: Scorer
     scale: Scale
+    fallback: float | None  # standardised score of a response that could not be scored
     gold: Gold | None
     settings: Eval
     prompt_length: int
@@ -75,22 +80,29 @@ class Evaluator:
             batch = prompt_batch(lambda b, ids=ids: rows[ids[b]], ids, limit=self.prompt_length, view=view)
             rollout = self.steps.sampler.generate_samples(generation_params, batch, self.key)
             tasks = [(i, s) for i in ids.tolist() for s in range(samples)]
-            scored = self._score(self.steps.to_train(rollout), [prompts[i] for i, _ in tasks])
+            scored = self._score(self.steps.to_train(rollout), prompts, [i for i, _ in tasks])
             used = np.flatnonzero(np.repeat(valid, samples)).tolist()
             responses += [self._response(tasks[b], prompts, scored, b) for b in used]
         return sorted(responses, key=lambda response: (response.prompt_id, response.sample))
 
-    def _score(self, rollout: Rollout, prompts: Sequence[Dialogue]) -> tuple[Any, ...]:
+    def _score(self, rollout: Rollout, prompts: Sequence[Dialogue], rows: list[int]) -> tuple[Any, ...]:
         ref_logprobs_BT = self.steps.reference_logprobs(self.reference_params, rollout)
         kl_B = jnp.where(rollout.mask_BT, rollout.logprobs_BT - ref_logprobs_BT, 0.0).sum(-1)
         texts = response_texts(self.renderer, rollout)
-        scores_B = self.scale(fetch(self.scorer(rollout, prompts, texts)))
-        return texts, scores_B, *fetch((kl_B, rollout.length_B, rollout.truncated_B))
+        scored = self.scorer(rollout, [prompts[i] for i in rows], texts)
+        scores_B, failed_B = settled(
+            self.scale(fetch(scored.scores_B)),
+            scored.reasons,
+            rows,
+            fallback=self.fallback,
+            what="held-out prompt",
+        )
+        return texts, scores_B, failed_B, *fetch((kl_B, rollout.length_B, rollout.truncated_B))
 
     def _response(
         self, task: tuple[int, int], prompts: Sequence[Dialogue], scored: tuple[Any, ...], b: int
     ) -> Response:
-        texts, scores_B, kl_B, length_B, truncated_B = scored
+        texts, scores_B, failed_B, kl_B, length_B, truncated_B = scored
         prompt = prompts[task[0]]
         return Response(
             prompt_id=task[0],
@@ -102,6 +114,7 @@ class Evaluator:
             length=int(length_B[b]),
             truncated=bool(truncated_B[b]),
             kl=float(kl_B[b]),
+            failed=bool(failed_B[b]),
         )
 
 

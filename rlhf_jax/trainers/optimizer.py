@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from rlhf_jax.errors import Halted
 from rlhf_jax.models import lora
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import to_device, to_host
@@ -21,8 +22,10 @@ from rlhf_jax.trainers.step import Step
 Metrics = dict[str, jax.Array]
 
 
-class Diverged(RuntimeError):
-    """Too many updates in a row were not finite. The last good state is saved."""
+class Diverged(Halted):
+    """Too many updates in a row were not finite. The last good state is saved; exit code 3."""
+
+    code = 3
 
 
 @struct.dataclass

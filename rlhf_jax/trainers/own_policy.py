@@ -15,15 +15,17 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import MetricsLog
 from rlhf_jax.models.weights import ArrayWeights
-from rlhf_jax.rollout.reward_model import RewardFunction, Scale
+from rlhf_jax.rollout.reward_function import RewardFunction
+from rlhf_jax.rollout.reward_model import Scale
 from rlhf_jax.run_directory import open_run
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.offload import check_offload
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.sharding.processes import is_primary
 from rlhf_jax.trainers.ppo import Learner
-from rlhf_jax.trainers.ppo_loop import PpoTask, train_ppo
+from rlhf_jax.trainers.ppo_loop import train_ppo
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task
+from rlhf_jax.trainers.ppo_task import PpoTask
 from rlhf_jax.trainers.roles import LoadedModel
 from rlhf_jax.trainers.timing import CompileClock
 
@@ -66,7 +68,8 @@ def _task(
     views = make_views(config)
     check_offload(config, views)
     loaded = _loaded(policy, tokenizer)
-    evaluator = make_evaluator(config, loaded, RewardFunction(reward), Scale(), views, gold=None)
+    scorer = RewardFunction(reward, retries=config.reward.retries, timeout=config.reward.timeout)
+    evaluator = make_evaluator(config, loaded, scorer, Scale(), views, gold=None)
     own_critic = _loaded(critic, tokenizer)
     return make_ppo_task(config, views, loaded, None, evaluator, prompts, held_out, save_policy, own_critic)
 
@@ -84,7 +87,8 @@ def train_own_policy(
     """PPO in run.dir: metrics.jsonl and checkpoints, and a run that stopped goes on where it was.
 
     Args:
-      config: `ppo.*`, `critic.*` but critic.init, `rollout.*`, `eval.*`, `placement.*` and `run.*` apply.
+      config: `ppo.*`, `critic.*` but critic.init, `rollout.*`, `eval.*`, `health.*`, `placement.*`, `run.*`,
+        reward.retries, reward.timeout and reward.fallback apply.
       policy: (module, variables); `apply(variables, tokens_BT, mask_BT)` gives logits_BTV. Its reference too.
       critic: (module, variables); apply gives values_BT.
       tokenizer: of `transformers`, with an EOS token.

@@ -36,8 +36,9 @@ from rlhf_jax.storage import room_in
 from rlhf_jax.trainers import inputs, roles
 from rlhf_jax.trainers.evaluate import Evaluator, compare
 from rlhf_jax.trainers.ppo import Learner
-from rlhf_jax.trainers.ppo_loop import PpoTask, export_latest, train_ppo
+from rlhf_jax.trainers.ppo_loop import export_latest, train_ppo
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task, measure_scale, scorer_of
+from rlhf_jax.trainers.ppo_task import PpoTask
 from rlhf_jax.trainers.preflight import check_run
 from rlhf_jax.trainers.reward import train_accuracy, train_reward_model
 from rlhf_jax.trainers.roles import BEST_POLICY, BEST_REWARD_MODEL, SFT_POLICY, LoadedModel

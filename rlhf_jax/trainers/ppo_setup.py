@@ -14,15 +14,17 @@ from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.models.flops import forward_flops
 from rlhf_jax.models.lora import frozen, learnt
 from rlhf_jax.models.parameters import like
-from rlhf_jax.rollout.reward_model import RewardFunction, RewardModel, Scale, Scorer, scale_of
+from rlhf_jax.rollout.reward_function import RewardFunction
+from rlhf_jax.rollout.reward_model import RewardModel, Scale, scale_of
+from rlhf_jax.rollout.scored import Scorer
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.offload import to_host
 from rlhf_jax.sharding.placement import Views
 from rlhf_jax.trainers.evaluate import Evaluator
 from rlhf_jax.trainers.inputs import Gold
 from rlhf_jax.trainers.ppo import Learner
-from rlhf_jax.trainers.ppo_loop import Bases, PpoTask
 from rlhf_jax.trainers.ppo_steps import make_policy_steps, make_ppo_steps, recomputes_old_logprobs
+from rlhf_jax.trainers.ppo_task import Bases, PpoTask
 from rlhf_jax.trainers.roles import POLICY, LoadedModel, adapted, load_critic, place, same_rendering
 
 log = logging.getLogger("rlhf_jax")
@@ -33,7 +35,8 @@ SCALE_SAMPLES = 128  # responses of the reference on which the scale is measured
 def scorer_of(config: Config, reward: LoadedModel | None, policy: LoadedModel, views: Views) -> Scorer:
     """The reward model, or the Python function that takes its place."""
     if reward is None:
-        return RewardFunction(config.reward.function or "")
+        settings = config.reward
+        return RewardFunction(settings.function or "", retries=settings.retries, timeout=settings.timeout)
     params = reward.place(views.reward)
     return RewardModel(
         reward.model,
@@ -58,6 +61,7 @@ def make_evaluator(
         renderer=policy.renderer,
         scorer=scorer,
         scale=scale,
+        fallback=config.reward.fallback,
         gold=gold,
         settings=config.eval,
         prompt_length=config.rollout.prompt_length,
@@ -70,7 +74,7 @@ EVALUATION_STREAM = 2**31 - 1  # no iteration has this number, so that no rollou
 
 def measure_scale(evaluator: Evaluator, prompts: Sequence[Dialogue]) -> Scale:
     """The scale on which the reference policy's samples on `prompts` score with mean 0 and variance 1."""
-    raw = dataclasses.replace(evaluator, scale=Scale(), gold=None)
+    raw = dataclasses.replace(evaluator, scale=Scale(), fallback=None, gold=None)
     params = place(evaluator.steps.model, evaluator.reference_params, evaluator.steps.views.train)
     responses = raw(params, prompts[:SCALE_SAMPLES])
     scale = scale_of(np.array([r.score for r in responses]))

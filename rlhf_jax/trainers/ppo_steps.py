@@ -183,6 +183,7 @@ class PpoSteps:
     """The functions that learn, from batches of the training view. States that are replaced are donated."""
 
     policy: PolicySteps
+    critic: nn.Module
     old_logprobs: Callable[[Any, Rollout], jax.Array | None]  # None: those that the rollout came with
     values: Callable[[Any, Rollout], tuple[jax.Array, jax.Array]]  # -> values_BT, final_values_B
     experience: Callable[..., Any]  # (rollout, statistics, kl_coef) -> (experience, metrics)
@@ -235,13 +236,8 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         loss = functools.partial(critic_loss, model=critic, ppo=ppo)
         return update(critic_learns, on_base(loss, base), None, state, experience, key)
 
-    def next_kl_coef(kl_coef, observed_kl):
-        if ppo.kl_target is None:
-            return kl_coef
-        return adaptive_kl_coef(kl_coef, observed_kl, ppo.kl_target, ppo.kl_horizon, ppo.batch_size)
-
     next_iteration = in_view(
-        views.train, lambda i, *kl: (i + 1, next_kl_coef(*kl)), out_shardings=(everywhere, everywhere)
+        views.train, lambda i, *kl: (i + 1, _next_kl_coef(ppo, *kl)), out_shardings=(everywhere, everywhere)
     )
 
     def advance(learner, observed_kl):
@@ -261,6 +257,7 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
     recomputes = recomputes_old_logprobs(config, actor)
     return PpoSteps(
         policy=policy,
+        critic=critic,
         old_logprobs=policy.logprobs if recomputes else lambda params, rollout: None,
         values=_of_rows(functools.partial(response_values, critic), views.critic, views.train),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
@@ -278,6 +275,13 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
         if config.critic.shared
         else None,
     )
+
+
+def _next_kl_coef(ppo: Ppo, kl_coef: jax.Array, observed_kl: jax.Array) -> jax.Array:
+    if ppo.kl_target is None:
+        return kl_coef
+    moved = adaptive_kl_coef(kl_coef, observed_kl, ppo.kl_target, ppo.kl_horizon, ppo.batch_size)
+    return jnp.where(jnp.isfinite(observed_kl), moved, kl_coef)  # one bad rollout spoils no later one
 
 
 def _from_home(update_critic: Any, views: Views) -> Callable[..., Any]:

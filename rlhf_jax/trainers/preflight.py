@@ -17,7 +17,7 @@ from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.configs import check_length
-from rlhf_jax.rollout.reward_model import RewardFunction
+from rlhf_jax.rollout.reward_function import RewardFunction
 from rlhf_jax.settings import Config, Reward, Sft
 from rlhf_jax.trainers import roles
 from rlhf_jax.trainers.inputs import Pairs, PromptSplit

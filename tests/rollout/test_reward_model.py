@@ -13,7 +13,7 @@ from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
 from rlhf_jax.models import Transformer, logical_axes
-from rlhf_jax.rollout.reward_model import RewardFunction, RewardModel, scale_of
+from rlhf_jax.rollout.reward_model import RewardModel, scale_of
 from rlhf_jax.sharding.mesh import training_view
 from rlhf_jax.sharding.rules import parameter_shardings
 from rlhf_jax.types import Rollout
@@ -98,7 +98,7 @@ def test_a_rollouts_tokens_get_the_score_of_their_text():
     """
     end, other = [renderer().eos_id], [0]
     rollout = rollout_of_texts([end, [], end, other, []])
-    scores = reward_model(reads_rollouts=True)(rollout, PROMPTS, RESPONSES)
+    scores = reward_model(reads_rollouts=True)(rollout, PROMPTS, RESPONSES).scores_B
     np.testing.assert_allclose(scores, expected(), atol=TOLERANCE)
 
 
@@ -119,7 +119,7 @@ def test_another_tokenizer_reads_the_text():
         for tokens, mask in zip(rollout.response_BT, rollout.mask_BT, strict=True)
     ]
     assert texts == RESPONSES
-    scores = scorer(rollout, PROMPTS, texts)
+    scores = scorer(rollout, PROMPTS, texts).scores_B
     np.testing.assert_allclose(scores[:2], expected(262, 2), atol=TOLERANCE)
     assert np.abs(scores - expected()).min() > 0.01
 
@@ -143,93 +143,6 @@ def test_a_response_that_does_not_fit_is_cut_short():
     assert scorer.score_texts(PROMPTS[:1], [long]) == scorer.score_tokens([row])
     with pytest.raises(InputError, match=r"reward\.max_length=3 has no room"):
         reward_model(max_length=3).score_texts(PROMPTS[:1], [long])
-
-
-def lengths(prompts, responses):
-    assert prompts[0] == [{"role": "user", "content": "how do i bake"}]
-    return [len(response) / 2 for response in responses]
-
-
-def two_for_each(prompts, responses):
-    return [[1.0, 2.0] for _ in responses]
-
-
-def one_is_not_a_number(prompts, responses):
-    return [1.0, float("nan"), 0.0, 0.0, 0.0]
-
-
-def words(prompts, responses):
-    return list(responses)
-
-
-def nothing(prompts, responses):
-    return [None] * len(responses)
-
-
-def numbers_as_words(prompts, responses):
-    return ["1.0"] * len(responses)
-
-
-def ragged(prompts, responses):
-    return [[1.0]] + [[1.0, 2.0] for _ in responses[1:]]
-
-
-def fails(prompts, responses):
-    return {}["score"]
-
-
-NOT_A_FUNCTION = 3
-
-
-def test_a_python_function_gives_fractional_scores():
-    """Rewards that became integers lost their halves."""
-    scores = RewardFunction(f"{__name__}:lengths")(None, PROMPTS, RESPONSES)
-    assert scores.dtype == np.float32
-    assert scores.tolist() == [len(response) / 2 for response in RESPONSES]
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("two_for_each", r"gave shape \(5, 2\) for 5 responses; return one number each"),
-        ("one_is_not_a_number", "gave nan for response 1"),
-        ("words", "gave no numbers"),
-        ("numbers_as_words", r"gave no numbers \(text such as '1\.0'\)"),
-        ("ragged", "gave no numbers"),
-        (
-            "fails",
-            r"fails raised KeyError \('score'\) in .*test_reward_model\.py, line \d+; mend the function",
-        ),
-        ("nothing", "gave nan for response 0"),
-    ],
-)
-def test_what_a_function_may_not_give(function, message):
-    with pytest.raises(InputError, match=message):
-        RewardFunction(f"{__name__}:{function}")(None, PROMPTS, RESPONSES)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["no_such_module_here:score", f"{__name__}:absent", f"{__name__}", "", ":score", ".relative:score"],
-)
-def test_a_function_that_cannot_be_imported(name):
-    with pytest.raises(InputError, match=r"cannot be imported .*; give it as module:function"):
-        RewardFunction(name)
-
-
-def test_a_name_that_is_no_function():
-    with pytest.raises(InputError, match="is not a function"):
-        RewardFunction(f"{__name__}:NOT_A_FUNCTION")
-
-
-def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
-    """An installed command does not have the folder where it is started on its path."""
-    (tmp_path / "my_reward_of_tests.py").write_text(
-        "def score(prompts, responses):\n    return [0.5] * len(responses)\n"
-    )
-    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
-    monkeypatch.chdir(tmp_path)
-    assert RewardFunction("my_reward_of_tests:score")(None, PROMPTS, RESPONSES).tolist() == [0.5] * 5
 
 
 def test_the_scale_gives_mean_0_and_variance_1():

@@ -15,6 +15,7 @@ from rlhf_jax.data.messages import Message
 from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.parameters import logical_axes
+from rlhf_jax.rollout.scored import settled
 from rlhf_jax.trainers.own_policy import own_policy_task
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "own-policy.md"
@@ -81,8 +82,9 @@ def test_a_reward_of_the_wrong_form_is_refused_by_name(reward, message):
     task, _ = own_policy_task(
         load_config(None, []), constant(len(tokenizer)), constant(1), tokenizer, reward, prompts
     )
+    scored = task.evaluator.scorer(None, prompts * 2, ["one", "two"])
     with pytest.raises(InputError, match=f"<lambda>.*{message}"):
-        task.evaluator.scorer(None, prompts * 2, ["one", "two"])
+        settled(scored.scores_B, scored.reasons, [0, 1], fallback=task.evaluator.fallback)
 
 
 class Counting(nn.Module):

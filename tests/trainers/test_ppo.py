@@ -400,6 +400,14 @@ def test_the_critic_sees_the_state_before_the_token():
     assert (np.asarray(before != after)[:, 3] & np.asarray(rollout.mask_BT)[:, 3]).any()
 
 
+def test_a_kl_that_is_not_finite_leaves_the_coefficient_alone():
+    """One bad rollout made it NaN, and with it every reward from then on."""
+    ppo = Ppo(kl_target=3.0)
+    for observed in (np.nan, np.inf):
+        assert ppo_steps._next_kl_coef(ppo, jnp.float32(0.1), jnp.float32(observed)) == jnp.float32(0.1)
+    assert ppo_steps._next_kl_coef(ppo, jnp.float32(0.1), jnp.float32(9.0)) > 0.1
+
+
 def test_passes_do_not_recompile():
     """Each jitted step is traced once for a shape."""
     config = configure()
