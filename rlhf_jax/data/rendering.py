@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.data.messages import ASSISTANT, HUMAN, Dialogue, Message, asks_nothing, lone_surrogate
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,7 +221,7 @@ class Renderer:
                 messages, tokenize=False, add_generation_prompt=generation
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return (str(error).splitlines() or [type(error).__name__])[0]
+            return first_line(error)
         pieces = re.split(_SENTINEL.format(r"(\d+)"), rendered)
         if pieces[1::2] != [str(index) for index in range(len(roles))]:
             return "it drops or changes a message"

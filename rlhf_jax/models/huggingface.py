@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 from rlhf_jax.models.config_json import config_from_json, family_of
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import DECODER_HEADS
@@ -153,10 +153,6 @@ def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
             "eos_token_id in generation_config.json or config.json"
         )
     return found
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _read_json(path: pathlib.Path | epath.Path) -> dict[str, Any]:
