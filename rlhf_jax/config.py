@@ -37,7 +37,8 @@ Made from `rlhf_jax/settings.py` by `python -m rlhf_jax.config > docs/configurat
 is current.
 
 Precedence: the defaults below < the YAML file < `key=value` on the command line. `none` (or `null`) switches
-an optional setting off. Unknown keys, values of another type, interpolations (`${...}`) and aliases (`*name`) are refused.
+an optional setting off. Unknown keys, values of another type, interpolations (`${...}`) and aliases (`*name`)
+are refused.
 `placement=FILE.yaml` reads the whole section from a file. `rlhf-jax config CONFIG.yaml` prints the resolved
 result.
 """

@@ -192,9 +192,8 @@ def _parquet_rows(path: pathlib.Path, source: str) -> Iterator[tuple[str, Row]]:
             yield f"{source}:row {number}", row
     except Exception as error:
         # Of many kinds: a damaged page, a time that no calendar has, a time zone that there is not.
-        raise InputError(
-            f"{source}:row {number + 1}: expected parquet data, found what cannot be read ({first_line(error)})"
-        ) from None
+        what = f"what cannot be read ({first_line(error)})"
+        raise InputError(f"{source}:row {number + 1}: expected parquet data, found {what}") from None
 
 
 def _decoded(path: pathlib.Path) -> Iterator[Row]:
