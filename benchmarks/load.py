@@ -31,10 +31,21 @@ from rlhf_jax.metrics import MetricsLog
 from rlhf_jax.settings import Config
 
 WARM_UP, EVERY = 100, 50  # steps of a soak before the first sample, and between samples
-TINY = """policy.shape.vocab_size=300 policy.shape.layers=1 policy.shape.embed=16 policy.shape.heads=2
-policy.shape.kv_heads=2 policy.shape.mlp=32 policy.shape.max_positions=64 data.limit=64 data.validation_fraction=0.2
-reward.function=load:length ppo.batch_size=8 ppo.minibatches=2 rollout.prompt_length=40 rollout.response_length=8
-eval.prompts=4 eval.batch_size=8 run.save_every=100 run.keep=2""".split()
+SHAPE = ("vocab_size=300", "layers=1", "embed=16", "heads=2", "kv_heads=2", "mlp=32", "max_positions=64")
+TINY = (
+    *(f"policy.shape.{size}" for size in SHAPE),
+    "reward.function=load:length",
+    "data.limit=64",
+    "data.validation_fraction=0.2",
+    "rollout.prompt_length=40",
+    "rollout.response_length=8",
+    "ppo.batch_size=8",
+    "ppo.minibatches=2",
+    "eval.prompts=4",
+    "eval.batch_size=8",
+    "run.save_every=100",
+    "run.keep=2",
+)
 
 
 def length(prompts: list, responses: list[str]) -> list[float]:
@@ -175,10 +186,8 @@ PARTS = {"rows": (rows, 1_000_000), "folders": (folders, 10_000), "soak": (soak,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("part", choices=PARTS)
+    parser = machine.parser(__doc__)
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--rows", type=int, default=PARTS["rows"][1])
     parser.add_argument("--steps", type=int, help="none: 10,000 of folders, 1,000 of a soak")
     args = parser.parse_args()
