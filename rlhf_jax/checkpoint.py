@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from rlhf_jax.checksums import MANIFEST, damage, write_checksums
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 from rlhf_jax.sharding import offload
 from rlhf_jax.sharding.processes import agreed, barrier, is_primary, on_primary
 from rlhf_jax.storage import free_bytes, full
@@ -182,7 +182,7 @@ class Checkpoints:
             raise
         except Exception as error:  # Orbax raises errors of many kinds
             raise InputError(
-                f"{self.directory / str(step)} cannot be read ({_reason(error)}); remove this folder, and "
+                f"{self.directory / str(step)} cannot be read ({first_line(error)[:200]}); remove this folder, and "
                 "the run goes on from the checkpoint before"
             ) from error
 
@@ -252,7 +252,7 @@ class Checkpoints:
                 raise
             with contextlib.suppress(OSError):
                 self._clean()
-            raise InputError(self._not_written(step, full(error) or _reason(error))) from error
+            raise InputError(self._not_written(step, full(error) or first_line(error)[:200])) from error
 
     def _not_written(self, step: int, reason: str) -> str:
         steps = self.steps()
@@ -339,10 +339,6 @@ def _remove(entry: epath.Path) -> None:
     elif entry.name.isdigit():
         entry = entry.rename(entry.with_name(f"{entry.name}.removed"))
     entry.rmtree()
-
-
-def _reason(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def _named(tree: Any) -> dict[str, Any]:

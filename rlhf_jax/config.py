@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_jax.checks import check, check_devices, flat, nearest
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 from rlhf_jax.settings import Config
 
 __all__ = [
@@ -37,7 +37,8 @@ Made from `rlhf_jax/settings.py` by `python -m rlhf_jax.config > docs/configurat
 is current.
 
 Precedence: the defaults below < the YAML file < `key=value` on the command line. `none` (or `null`) switches
-an optional setting off. Unknown keys, values of another type and interpolations (`${...}`) are refused.
+an optional setting off. Unknown keys, values of another type, interpolations (`${...}`) and aliases (`*name`)
+are refused.
 `placement=FILE.yaml` reads the whole section from a file. `rlhf-jax config CONFIG.yaml` prints the resolved
 result.
 """
@@ -177,17 +178,24 @@ def _parse_yaml(text: str, where: str) -> dict:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise InputError(f"{where}: aliases (*name) are refused; write the value itself")
         read = OmegaConf.load(io.StringIO(text))
         plain = OmegaConf.to_container(read, resolve=False)
+    except InputError:
+        raise
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"{where}: not valid YAML: {_one_line(error)}") from None
-    except OmegaConfBaseException:
-        raise InputError(f"{where}: interpolations (${{...}}) are refused; write the value itself") from None
     except OSError:
         plain = text
+    except Exception as error:
+        if isinstance(error, OmegaConfBaseException) and "${" in text:
+            raise InputError(
+                f"{where}: interpolations (${{...}}) are refused; write the value itself"
+            ) from None
+        # Of many kinds: a day that no calendar has, a lone surrogate, a list as a key, nesting too deep.
+        raise InputError(f"{where}: not valid YAML: {first_line(error)}") from None
     if not isinstance(plain, dict):
         raise InputError(f"{where}: found {_short(plain)} where sections such as `ppo:` were expected")
     return typing.cast(dict, plain)
@@ -251,7 +259,7 @@ def _leaf(hint: Any, value: Any, key: str, where: str) -> Any:
     record = dataclasses.make_dataclass("Leaf", [("value", hint)])
     try:
         return OmegaConf.merge(OmegaConf.structured(record), {"value": value}).value
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, OverflowError):
         raise InputError(f"{shown}: expected {_expected(key)}") from None
 
 

@@ -16,7 +16,7 @@ _MARKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """One turn; role is system, user or assistant. Contents that were read have no white space around."""
 
@@ -27,7 +27,7 @@ class Message:
 Dialogue = tuple[Message, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Preference:
     """Two responses to one prompt, the better one first."""
 

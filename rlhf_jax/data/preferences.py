@@ -30,7 +30,7 @@ from rlhf_jax.data.messages import (
     prompt_of_text,
     text_of,
 )
-from rlhf_jax.data.sources import Row, found, source_rows
+from rlhf_jax.data.sources import Row, found, keys_of, source_rows
 from rlhf_jax.data.synthetic import SYNTHETIC_PAIRS, synthetic_preferences
 from rlhf_jax.errors import InputError
 
@@ -72,7 +72,7 @@ def pair_of_row(row: Row, where: str) -> Preference | str:
     """The pair of a row, or the reason why it is dropped."""
     missing = [key for key in ("chosen", "rejected") if key not in row]
     if missing:
-        raise InputError(f'{where}: expected the keys "chosen" and "rejected", found {sorted(map(str, row))}')
+        raise InputError(f'{where}: expected the keys "chosen" and "rejected", found {keys_of(row)}')
     if "prompt" not in row and isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
         kinds = f"{found(row['chosen'])} and {found(row['rejected'])}"
         raise InputError(f'{where}: expected "chosen" and "rejected" in one form, found {kinds}')

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rlhf_jax.data.messages import Dialogue, Preference, asks_nothing, opening_turn
 from rlhf_jax.data.preferences import NO_PROMPT, pair_of_row, read_preferences, read_prompt
-from rlhf_jax.data.sources import Row, found, source_rows
+from rlhf_jax.data.sources import Row, found, keys_of, source_rows
 from rlhf_jax.errors import InputError
 
 
@@ -47,8 +47,9 @@ def _prompt_of_row(row: Row, where: str) -> Dialogue | str:
         prompt = read_prompt(row["prompt"], where)
         return NO_PROMPT if asks_nothing(prompt) else prompt
     if "chosen" not in row or "rejected" not in row:
-        keys = sorted(map(str, row))
-        raise InputError(f'{where}: expected the key "prompt", or "chosen" and "rejected", found {keys}')
+        raise InputError(
+            f'{where}: expected the key "prompt", or "chosen" and "rejected", found {keys_of(row)}'
+        )
     pair = pair_of_row(row, where)
     return pair if isinstance(pair, str) else pair.prompt
 

@@ -9,10 +9,12 @@ response(y) == dialogue(x, y), token by token.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_jax.data.chat_template import template_pieces
 from rlhf_jax.data.messages import ASSISTANT, HUMAN, Dialogue, Message, asks_nothing, lone_surrogate
 from rlhf_jax.errors import InputError
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKERS = {"system": "\n\n", "user": HUMAN, "assistant": ASSISTANT}
-_SENTINEL = "content7f3a9c{}z"
+MOST_SHAPES = 1000  # sequences of roles whose markers are kept
 
 
 class Renderer:
@@ -67,7 +69,7 @@ class Renderer:
         Of a prompt that is too long the oldest turns go first; a system message stays where it fits. Of a
         last turn that is itself too long, the oldest tokens go.
         """
-        ids = self._fit(messages, max_length)
+        ids = self._fit(*self._read(messages), max_length)
         if ids is None:
             markers = sum(map(len, self._fixed(("user",))))
             raise InputError(
@@ -87,7 +89,7 @@ class Renderer:
         rendered by itself, so that its score does not depend on the pair that it stands in.
         """
         end = self.response(response)
-        start = self._fit(messages, max_length - len(end))
+        start = self._fit(*self._read(messages), max_length - len(end))
         return None if start is None else start + end
 
     def clipped_dialogue(self, messages: Dialogue, response: str, max_length: int) -> list[int]:
@@ -98,7 +100,8 @@ class Renderer:
         whole = self.dialogue(messages, response, max_length)
         if whole is not None:
             return whole
-        fitting = (self._fit(messages, room) for room in range(max_length - len(self._ending) + 1))
+        read = self._read(messages)
+        fitting = (self._fit(*read, room) for room in range(max_length - len(self._ending) + 1))
         start = next((ids for ids in fitting if ids is not None), None)
         if start is None:
             raise InputError(
@@ -112,38 +115,61 @@ class Renderer:
         kept = [id for id in map(int, ids) if id not in self._special and id not in self.eos_ids]
         return self.tokenizer.decode(kept, clean_up_tokenization_spaces=False).strip()
 
-    def _fit(self, messages: Dialogue, room: int) -> list[int] | None:
-        """The longest run of newest turns that fits."""
+    def _read(self, messages: Dialogue) -> tuple[list[str], list[list[int]]]:
+        """Roles that the template takes, and the tokens of each content."""
         if asks_nothing(messages):
             raise InputError(
                 f"a prompt needs words of the user, found messages of {[m.role for m in messages]}"
             )
         messages = self._acceptable(messages)
         contents = [self._content(message.content, message.role) for message in messages]
-        everything = range(len(messages))
-        system = [0] if messages[0].role == "system" else []
-        questions = [index for index in everything if messages[index].role == "user"]
+        return [message.role for message in messages], contents
+
+    def _fit(self, roles: Sequence[str], contents: Sequence[list[int]], room: int) -> list[int] | None:
+        """The longest run of newest turns that fits.
+
+        It is found by bisection: a dialogue of thousands of turns is rendered a dozen times, not thousands.
+        """
+        everything = range(len(roles))
+        system = [0] if roles[0] == "system" else []
+        questions = [index for index in everything if roles[index] == "user"]
         newest = list(everything[questions[-1] :])
-        shortened = [system + list(everything[start:]) for start in questions]
-        for choice in [list(everything), *shortened, newest]:
-            ids = self._joined(messages, contents, choice)
-            if len(ids) <= room:
+
+        def fitting(choice: Sequence[int]) -> list[int] | None:
+            if sum(len(contents[index]) for index in choice) > room:
+                return None
+            ids = self._joined(roles, contents, choice)
+            return ids if len(ids) <= room else None
+
+        def from_question(number: int) -> list[int]:
+            return system + list(everything[questions[number] :])
+
+        ids = fitting(everything)
+        if ids is not None:
+            return ids
+        first = bisect.bisect_left(
+            range(len(questions)), True, key=lambda number: fitting(from_question(number)) is not None
+        )
+        choices = [from_question(first)] if first < len(questions) else []
+        for choice in [*choices, newest]:
+            ids = fitting(choice)
+            if ids is not None:
                 return ids
-        for choice in [
-            newest,
-            system + newest,
-        ]:  # a template may put a longer system message for one left out
-            excess = max(0, len(self._joined(messages, contents, choice)) - room)
+        # a template may put a longer system message for one left out
+        for choice in [newest, system + newest]:
+            excess = max(0, len(self._joined(roles, contents, choice)) - room)
             cut = list(contents)
             for index in newest:
                 cut[index] = contents[index][excess:]
                 excess -= len(contents[index]) - len(cut[index])
             if excess == 0:
-                return self._joined(messages, cut, choice)
+                return self._joined(roles, cut, choice)
         return None
 
-    def _joined(self, messages: Dialogue, contents: Sequence[list[int]], choice: Sequence[int]) -> list[int]:
-        fixed = self._fixed(tuple(messages[index].role for index in choice))
+    def _joined(
+        self, roles: Sequence[str], contents: Sequence[list[int]], choice: Sequence[int]
+    ) -> list[int]:
+        fixed = self._fixed(tuple(roles[index] for index in choice))
         ids = list(fixed[0])
         for index, after in zip(choice, fixed[1:], strict=True):
             ids += contents[index] + after
@@ -198,8 +224,10 @@ class Renderer:
     def _pieces(self, roles: tuple[str, ...]) -> list[list[int]] | str:
         """As _fixed, or the reason why the template refuses these roles."""
         if roles not in self._fixed_of_roles:
+            if len(self._fixed_of_roles) >= MOST_SHAPES:
+                self._fixed_of_roles.clear()
             if self._chat:
-                texts = self._template_pieces(roles, generation=True)
+                texts = template_pieces(self.tokenizer, roles, generation=True)
             else:
                 texts = [*(_MARKERS[role] for role in roles), ASSISTANT]
                 texts[0] = "" if roles[0] == "system" else texts[0]
@@ -210,27 +238,10 @@ class Renderer:
                 self._fixed_of_roles[roles] = [self._start + fixed[0], *fixed[1:]]
         return self._fixed_of_roles[roles]
 
-    def _template_pieces(self, roles: Sequence[str], *, generation: bool) -> list[str] | str:
-        """What the chat template writes around the contents, or the reason why it does not."""
-        import jinja2
-
-        contents = [_SENTINEL.format(index) for index in range(len(roles))]
-        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation
-            )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return (str(error).splitlines() or [type(error).__name__])[0]
-        pieces = re.split(_SENTINEL.format(r"(\d+)"), rendered)
-        if pieces[1::2] != [str(index) for index in range(len(roles))]:
-            return "it drops or changes a message"
-        return pieces[::2]
-
     def _closing(self, eos_ids: tuple[int, ...]) -> list[int]:
         """What ends a causal model's response: what the template writes up to a special token, else EOS."""
         if self._chat:
-            pieces = self._template_pieces(("user", "assistant"), generation=False)
+            pieces = template_pieces(self.tokenizer, ("user", "assistant"), generation=False)
             if isinstance(pieces, str):
                 raise InputError(
                     f"the chat template of {self._name()} cannot render a question and its answer: {pieces}"

@@ -14,10 +14,11 @@ import os
 import pathlib
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 OTHER_SUFFIXES = (
@@ -30,6 +31,7 @@ OTHER_SUFFIXES = (
     ".yaml",
     ".arrow",
 )  # also files, no hub names
+MOST_KEYS = 10  # that a message names
 Row = dict[str, Any]
 
 
@@ -56,16 +58,27 @@ def found(value: Any) -> str:
     if isinstance(value, str):
         return f"the text {_short(value)}"
     if isinstance(value, bool | int | float):
-        return f"the value {value!r}"
+        return f"the value {shortened(repr(value))}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
-        return f"an object with the keys {sorted(map(str, value))}"
+        return f"an object with the keys {keys_of(value)}"
     return f"a {type(value).__name__}"
 
 
+def keys_of(row: Row) -> str:
+    """The keys of an object, a few of them where there are many."""
+    names = sorted(map(str, row))
+    more = f" and {len(names) - MOST_KEYS} more" if len(names) > MOST_KEYS else ""
+    return f"[{', '.join(map(_short, names[:MOST_KEYS]))}]{more}"
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def _short(text: str) -> str:
-    return ascii(text if len(text) <= 40 else text[:37] + "...")
+    return ascii(shortened(text))
 
 
 def _rows(source: str) -> Iterator[tuple[str, Row]]:
@@ -101,7 +114,7 @@ def _looks_like_path(source: str) -> bool:
 def _parse(data: bytes, where: str, wanted: str) -> Any:
     """One JSON document of a line or a file."""
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+        return json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_distinct)
     except UnicodeDecodeError as error:
         raise InputError(
             f"{where}: expected UTF-8, found byte 0x{data[error.start]:02x} at {error.start}"
@@ -118,6 +131,15 @@ def _parse(data: bytes, where: str, wanted: str) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _distinct(items: list[tuple[str, Any]]) -> Row:
+    """An object of which no key is said twice: it is not known which value is meant."""
+    row = dict(items)
+    if len(row) < len(items):
+        name = next(name for name, count in Counter(name for name, _ in items).items() if count > 1)
+        raise ValueError(f"the key {_short(name)} twice in one object")
+    return row
 
 
 def _object(value: Any, where: str) -> tuple[str, Row]:
@@ -163,21 +185,26 @@ def _json_list(path: pathlib.Path, source: str) -> Iterator[tuple[str, Row]]:
 
 
 def _parquet_rows(path: pathlib.Path, source: str) -> Iterator[tuple[str, Row]]:
-    import pyarrow
-    import pyarrow.parquet
-
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _object(row, f"{source}:row {number}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{source}:row {number + 1}: expected parquet data, found a damaged file ({reason})"
-        ) from None
+        for row in _decoded(path):
+            number += 1
+            yield f"{source}:row {number}", row
+    except Exception as error:
+        # Of many kinds: a damaged page, a time that no calendar has, a time zone that there is not.
+        what = f"what cannot be read ({first_line(error)})"
+        raise InputError(f"{source}:row {number + 1}: expected parquet data, found {what}") from None
+
+
+def _decoded(path: pathlib.Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise ValueError(f"two of the columns {names[:MOST_KEYS]} have one name")
+        for batch in file.iter_batches(batch_size=256):
+            yield from batch.to_pylist()
 
 
 def _hub_rows(source: str) -> Iterator[tuple[str, Row]]:
@@ -191,7 +218,8 @@ def _hub_rows(source: str) -> Iterator[tuple[str, Row]]:
         rows = datasets.load_dataset(name, split=split or "train")
     except Exception as error:
         # The client raises errors of many kinds: no network, no such name or split, a data set with a script.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{source}: no such file, and the hub gave no data set ({reason})") from None
+        raise InputError(
+            f"{source}: no such file, and the hub gave no data set ({first_line(error)})"
+        ) from None
     for number, row in enumerate(rows, start=1):
         yield _object(row, f"{source}:row {number}")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -142,16 +143,13 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{index} is not an index of safetensors files ({error!r}); fetch it again"
         ) from error
     for name in names:
-        if (
-            not isinstance(name, str)
-            or pathlib.PurePath(name).name != name
-            or not (directory / name).is_file()
-        ):
+        beside = isinstance(name, str) and pathlib.PurePath(name).name == name
+        if not beside or not os.path.isfile(directory / name):
             raise InputError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
     return [directory / name for name in names]
 
@@ -235,26 +233,26 @@ def _survey(checkpoint: Checkpoint, shapes: dict, *, head_required: bool) -> tup
     for path, leaf in flatten(shapes).items():
         weight = weights[path]
         shape = leaf.shape[1:] if "{}" in weight.name else leaf.shape
-        names = _names(weight, leaf.shape)
-        missing = [name for name in names if name not in checkpoint]
+        missing = next((name for name in _names(weight, leaf.shape) if name not in checkpoint), None)
         if missing and path.startswith("head/") and not head_required:
             new.add(path)
             continue
         if missing:
-            full = missing[0] if weight.bare else family.prefix + missing[0]
+            full = missing if weight.bare else family.prefix + missing
             remedy = (
                 "train a reward model first" if path.startswith("head/") else "fetch or save the model again"
             )
             wanted = f"tensor {full!r} of shape {stored_shape(weight, shape)}"
             raise InputError(f"{checkpoint.directory} has no {wanted}; {remedy}")
-        for name in names:
+        for name in _names(weight, leaf.shape):
             checkpoint.piece(name, weight, shape)
-        used.update(names)
+            used.add(name)
     return frozenset(new), _rest(checkpoint, used)
 
 
-def _names(weight: Weight, shape: tuple[int, ...]) -> list[str]:
-    return [weight.name.format(i) for i in range(shape[0])] if "{}" in weight.name else [weight.name]
+def _names(weight: Weight, shape: tuple[int, ...]) -> Iterator[str]:
+    """One by one: config.json may claim billions of layers."""
+    return (weight.name.format(i) for i in range(shape[0])) if "{}" in weight.name else iter([weight.name])
 
 
 def _rest(checkpoint: Checkpoint, used: set[str]) -> list[str]:

@@ -12,13 +12,14 @@ from rlhf_jax.models.families import FAMILIES, REQUIRED, Family
 from rlhf_jax.models.layers import ACTIVATIONS
 
 ROPE_KINDS = ("default", "linear", "llama3")
+LARGEST = 2**31  # of numbers, excluded: neither infinity nor what no array has room for
 
 
 def family_of(hf: Mapping[str, Any], where: str) -> Family:
     """The table entry that config.json asks for."""
     family = FAMILIES.get(str(hf.get("model_type")))
     if family is None:
-        named = [str(name) for name in hf.get("architectures") or ()]
+        named = names_in(hf, "architectures", where)
         by_name = {name: entry for entry in FAMILIES.values() for name in entry.architectures.values()}
         family = next((by_name[name] for name in named if name in by_name and not hf.get("model_type")), None)
     if family is None:
@@ -28,6 +29,14 @@ def family_of(hf: Mapping[str, Any], where: str) -> Family:
         )
         raise InputError(f"{where}: architecture {asked} is not supported; use one of: {known}")
     return family
+
+
+def names_in(hf: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """A list of texts in config.json; empty where the key is missing or null."""
+    names = hf.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where}: {key}={names!r} is not a list of names; fetch or save the model again")
+    return names
 
 
 def config_from_json(hf: Mapping[str, Any], where: str) -> TransformerConfig | EncoderConfig:
@@ -48,12 +57,16 @@ def config_from_json(hf: Mapping[str, Any], where: str) -> TransformerConfig | E
             if key.default is REQUIRED:
                 raise InputError(f"{where} has no {key.name!r}, which a {family.model_type} model needs")
             value = key.default(fields) if callable(key.default) else key.default
-        fields[key.field] = _typed(value, str(types[key.field]), f"{where}: {key.name}")
+        least = 0 if key.field == "token_types" else 1
+        fields[key.field] = _typed(value, str(types[key.field]), f"{where}: {key.name}", least)
     for name, derive in family.derived.items():
         fields[name] = derive(fields)
     if family.rotary:
         fields["rope"] = _rope(hf, fields["max_positions"], where)
-    return family.config(family=family.model_type, **fields, **family.fixed)
+    try:
+        return family.config(family=family.model_type, **fields, **family.fixed)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def config_to_json(config: TransformerConfig | EncoderConfig, head: str) -> dict[str, Any]:
@@ -76,17 +89,17 @@ def config_to_json(config: TransformerConfig | EncoderConfig, head: str) -> dict
     return hf
 
 
-def _typed(value: Any, kind: str, what: str) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+def _typed(value: Any, kind: str, what: str, least: int = 1) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
     if kind == "float" and number:
         return float(value)
-    if kind == "int" and number and value == int(value) and value >= 0:
+    if kind == "int" and number and value == int(value) and value >= least:
         return int(value)
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind == "str" and value in ACTIVATIONS:  # the only text among the keys
+    if kind == "str" and isinstance(value, str) and value in ACTIVATIONS:  # the only text among the keys
         return value
-    wanted = {"float": "a number", "int": "a whole number of at least 0", "bool": "true or false"}
+    wanted = {"float": "a number", "int": f"a whole number of at least {least}", "bool": "true or false"}
     raise InputError(
         f"{what}={value!r} is not supported; use {wanted.get(kind, 'one of ' + ', '.join(ACTIVATIONS))}"
     )
@@ -100,7 +113,7 @@ def _refuse(hf: Mapping[str, Any], family: Family, where: str) -> None:
         raise InputError(
             f"{where}: sliding_window={hf['sliding_window']!r} is not supported; only full attention is"
         )
-    other = sorted({str(kind) for kind in hf.get("layer_types") or ()} - {"full_attention"})
+    other = sorted(set(names_in(hf, "layer_types", where)) - {"full_attention"})
     if other:
         raise InputError(f"{where}: layer_types {', '.join(other)} are not supported; only full_attention is")
     if hf.get("quantization_config") is not None:

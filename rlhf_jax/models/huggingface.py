@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 from rlhf_jax.models.config_json import config_from_json, family_of
 from rlhf_jax.models.configs import EncoderConfig
 from rlhf_jax.models.heads import DECODER_HEADS
@@ -140,7 +140,12 @@ def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
     if listed is None:
         listed = read_hf_config(directory).get("eos_token_id")
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
-    found = tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+    if not all(id is None or (type(id) is int and id >= 0) for id in ids):
+        raise InputError(
+            f"{name_or_dir}: eos_token_id={listed!r} is neither a token id nor a list of them; mend it in "
+            "generation_config.json or config.json"
+        )
+    found = tuple(dict.fromkeys(id for id in ids if id is not None))
     if not found:
         raise InputError(
             f"{name_or_dir}: neither tokenizer nor generation_config.json names an end-of-sequence token; "
@@ -155,14 +160,10 @@ def eos_token_ids(name_or_dir, tokenizer) -> tuple[int, ...]:
     return found
 
 
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def _read_json(path: pathlib.Path | epath.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         raise InputError(f"{path} is not JSON ({error}); fetch or save the model again") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error})") from error

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data.messages import Dialogue
-from rlhf_jax.errors import InputError
+from rlhf_jax.errors import InputError, first_line
 from rlhf_jax.rollout.scored import Scored
 from rlhf_jax.sharding.processes import share_rows
 from rlhf_jax.types import Rollout
@@ -185,6 +185,6 @@ def _told(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     try:
-        return next(iter(str(error).strip().splitlines()), "")[:200]
+        return first_line(error)[:200]
     except Exception:  # its __str__ is the user's too
         return "it cannot be printed"

@@ -15,6 +15,7 @@ from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.data.tokenizer import train_tokenizer
 from rlhf_jax.errors import InputError
+from rlhf_jax.models.config_json import names_in
 from rlhf_jax.models.configs import shape_config
 from rlhf_jax.models.huggingface import eos_token_ids, load_tokenizer, open_model, read_hf_config
 from rlhf_jax.models.lora import with_adapters
@@ -149,7 +150,7 @@ def load_reward_model(directory: str, dtype: str) -> LoadedModel:
             f"reward.model={directory} is not trained; run `rlhf-jax reward` first, or give the "
             "best_reward_model of such a run"
         )
-    architectures = read_hf_config(directory).get("architectures") or []
+    architectures = names_in(read_hf_config(directory), "architectures", f"{directory}/config.json")
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise InputError(
             f"reward.model={directory} is {', '.join(architectures) or 'of no named architecture'}, "

@@ -162,3 +162,52 @@ def test_damaged_parquet_names_the_row(tmp_path):
     source = write(tmp_path / "rows.parquet", bytes(data))
     with pytest.raises(InputError, match=r"rows.parquet:row \d+: expected parquet data"):
         list(source_rows(source))
+
+
+def test_a_key_twice_in_one_object_is_refused(tmp_path):
+    """Which of the two was meant is not known."""
+    source = write(tmp_path / "rows.jsonl", FIRST + b'{"prompt": "a", "chosen": "b", "chosen": "c"}\n')
+    with pytest.raises(InputError, match=r"rows.jsonl:2: .*the key 'chosen' twice in one object"):
+        list(source_rows(source))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (
+            {"prompt": pyarrow.array([0, 2**31 - 1], pyarrow.date32())},
+            "row 1: expected parquet data, found what",
+        ),
+        (
+            {"prompt": pyarrow.array([1], pyarrow.timestamp("s", tz="Nowhere/Land"))},
+            "row 1: expected parquet data, found what",
+        ),
+    ],
+    ids=["a day that no calendar has", "a time zone that there is not"],
+)
+def test_parquet_values_that_python_has_not(columns, words, tmp_path):
+    """Fault: errors of other kinds came out of the decoder as tracebacks."""
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=words):
+        list(source_rows(str(tmp_path / "rows.parquet")))
+
+
+def test_parquet_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match="two of the columns"):
+        list(source_rows(str(tmp_path / "rows.parquet")))
+
+
+def test_a_message_is_one_printable_line_of_bounded_length(tmp_path):
+    """Fault: keys of a file went to the terminal as they are, escape sequences and megabytes alike."""
+    key = "\x1b[2Jkey\n" + "x" * 10_000
+    source = write(tmp_path / "rows.jsonl", json.dumps({key: 1, **{str(n): n for n in range(5000)}}).encode())
+    with pytest.raises(
+        InputError, match=r"found \['\\x1b\[2Jkey\\nx+\.\.\.', '0', .* and 4991 more"
+    ) as error:
+        read_preferences(source)
+    error = str(InputError(f"{key} is no setting; leave it out"))
+    assert error.startswith(r"\x1b[2Jkey xxx")
+    assert error.endswith("is no setting; leave it out")
+    assert len(error) < 1100

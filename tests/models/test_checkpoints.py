@@ -109,6 +109,9 @@ def test_several_files(tmp_path):
         ("[]", "not an index"),
         ('{"weight_map": 3}', "not an index"),
         ('{"weight_map": {"x": "../model.safetensors"}}', r"names '\.\./model\.safetensors'"),
+        ('{"weight_map": {"x": "/etc/passwd"}}', r"names '/etc/passwd'"),
+        (json.dumps({"weight_map": {"x": "x" * 5000}}), "which is not a file beside it"),
+        ("[" * 100_000, "not an index"),
         ('{"weight_map": {"x": "c.safetensors"}}', r"names 'c\.safetensors'"),
     ],
 )

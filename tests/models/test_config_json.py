@@ -116,3 +116,26 @@ def test_a_shape_from_the_settings():
     for wrong in ({"embed": 63}, {"heads": 0}, {"kv_heads": 3}, {"layers": -1}):
         with pytest.raises(InputError):
             shape_config(dataclasses.replace(Shape(), **wrong))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": 3}, "layer_types=3 is not a list of names"),
+        ({"architectures": {"a": 1}, "model_type": None}, "is not a list of names"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"hidden_size": float("inf")}, "hidden_size=inf is not supported; use a whole number of at least 1"),
+        ({"hidden_size": float("nan")}, "hidden_size=nan is not supported"),
+        ({"hidden_size": 10**30}, "is not supported; use a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not supported"),
+        ({"rms_norm_eps": 10**400}, "is not supported; use a number"),
+        ({"num_key_value_heads": 3}, "config.json: 4 heads are not a multiple of 3"),
+    ],
+)
+def test_values_that_no_model_has_are_refused_with_the_file(change, words):
+    """Fault: a TypeError, ZeroDivisionError or OverflowError came out, or a message without its place."""
+    hf = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1}
+    hf |= {"num_attention_heads": 4, "intermediate_size": 32} | change
+    with pytest.raises(InputError, match=words) as error:
+        config_from_json(hf, "config.json")
+    assert str(error.value).startswith("config.json")

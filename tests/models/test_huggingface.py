@@ -167,6 +167,7 @@ def test_a_name_that_is_nothing(name, message):
         (b'{"model_type": "llama"', "is not JSON"),
         (b'{"model_type": "\xff"}', "is not JSON"),
         (b"[1]", "expected a JSON object"),
+        (b"[" * 100_000, "is not JSON"),
         (b"{}", r"model_type None is not supported.*LlamaForCausalLM"),
         (b'{"architectures": ["MambaForCausalLM"]}', "MambaForCausalLM is not supported.*llama"),
         (b'{"model_type": "mamba"}', "'mamba' is not supported.*distilbert"),
@@ -235,3 +236,12 @@ def test_real_models(name, head, real_models, tmp_path):
 def test_extra_is_read_back(tmp_path):
     (tmp_path / "config.json").write_text('{"rlhf_jax": {"gain": 2.0}}')
     assert read_hf_config(tmp_path)["rlhf_jax"] == {"gain": 2.0}
+
+
+@pytest.mark.parametrize("ids", [float("nan"), float("inf"), {}, "2", [2, "3"], True, -1, 2.5])
+def test_end_of_sequence_ids_that_are_none(ids, tmp_path):
+    """Fault: int() was asked what they are, and raised, or made 2 of 2.5."""
+    tokenizer = checkpoints.tokenizer()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": ids}))
+    with pytest.raises(InputError, match="is neither a token id nor a list of them; mend it in"):
+        eos_token_ids(tmp_path, tokenizer)
