@@ -182,8 +182,8 @@ class Checkpoints:
             raise
         except Exception as error:  # Orbax raises errors of many kinds
             raise InputError(
-                f"{self.directory / str(step)} cannot be read ({first_line(error)[:200]}); remove this folder, and "
-                "the run goes on from the checkpoint before"
+                f"{self.directory / str(step)} cannot be read ({first_line(error)[:200]}); remove this folder, "
+                "and the run goes on from the checkpoint before"
             ) from error
 
     def _restore(self, step: int, like: Any) -> tuple[Any, dict]:
