@@ -181,9 +181,10 @@ class Checkpoints:
         except (InputError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Orbax raises errors of many kinds
+            place, reason = self.directory / str(step), first_line(error)[:200]
             raise InputError(
-                f"{self.directory / str(step)} cannot be read ({first_line(error)[:200]}); remove this folder, "
-                "and the run goes on from the checkpoint before"
+                f"{place} cannot be read ({reason}); remove this folder, and the run goes on from the "
+                "checkpoint before"
             ) from error
 
     def _restore(self, step: int, like: Any) -> tuple[Any, dict]:
