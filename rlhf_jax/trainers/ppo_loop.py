@@ -73,7 +73,7 @@ def train_ppo(
             if timed.enabled:
                 pending.flush()
             with keeping(learner):
-                learner, metrics, batch = _iteration(task, learner, iteration, timed)
+                learner, metrics, batch = iterate_with_batch(task, learner, iteration, timed)
             pending.flush()
             stopping = stop()
             pending.put(iteration + 1, metrics, timed.seconds, batch)
@@ -117,11 +117,11 @@ def iterate(
     task: PpoTask, learner: Learner, iteration: int, timed: PhaseTimer
 ) -> tuple[Learner, dict[str, jax.Array]]:
     """One iteration. Randomness is a function of (run.seed, iteration) alone."""
-    learner, metrics, _ = _iteration(task, learner, iteration, timed)
+    learner, metrics, _ = iterate_with_batch(task, learner, iteration, timed)
     return learner, metrics
 
 
-def _iteration(
+def iterate_with_batch(
     task: PpoTask, learner: Learner, iteration: int, timed: PhaseTimer
 ) -> tuple[Learner, dict[str, jax.Array], Batch]:
     """`iterate`, with what the updates learnt from."""

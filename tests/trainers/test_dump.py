@@ -16,7 +16,7 @@ from rlhf_jax.trainers import pipeline, replay
 from rlhf_jax.trainers.debug import debug, nearest_state
 from rlhf_jax.trainers.dump import read_dump, write_dump
 from rlhf_jax.trainers.optimizer import Diverged
-from rlhf_jax.trainers.ppo_loop import _iteration
+from rlhf_jax.trainers.ppo_loop import iterate_with_batch
 from rlhf_jax.trainers.timing import CompileClock, PhaseTimer
 
 CALLS = []
@@ -105,7 +105,7 @@ def task_and_learner(config):
 
 
 def batch_of(task, learner):
-    *_, batch = _iteration(task, copied(learner), 0, PhaseTimer(CompileClock(), enabled=False))
+    *_, batch = iterate_with_batch(task, copied(learner), 0, PhaseTimer(CompileClock(), enabled=False))
     return batch
 
 

@@ -23,14 +23,14 @@ def records(directory):
 @pytest.fixture
 def tasks(monkeypatch):
     """The (task, learner) of each iteration."""
-    seen, iterate = [], ppo_loop.iterate
+    seen, iterate = [], ppo_loop.iterate_with_batch
 
     def watched(task, learner, *rest):
         result = iterate(task, learner, *rest)
         seen.append((task, result[0]))
         return result
 
-    monkeypatch.setattr(ppo_loop, "iterate", watched)
+    monkeypatch.setattr(ppo_loop, "iterate_with_batch", watched)
     return seen
 
 

@@ -33,13 +33,13 @@ def live_by_kind():
 
 def run(directory, monkeypatch, *settings):
     """Metrics of a whole run, and what was live before the first phase of its last iteration."""
-    seen, whole = [], ppo_loop.iterate
+    seen, whole = [], ppo_loop.iterate_with_batch
 
     def watched(*args):
         seen.append(live_by_kind())
         return whole(*args)
 
-    monkeypatch.setattr(ppo_loop, "iterate", watched)
+    monkeypatch.setattr(ppo_loop, "iterate_with_batch", watched)
     before = live_by_kind()
     pipeline.run(load_config(None, [*RUN, *SIZES, f"run.dir={directory}", *settings]))
     monkeypatch.undo()

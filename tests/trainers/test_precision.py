@@ -94,14 +94,14 @@ def test_a_policy_learns(tiny, tmp_path, monkeypatch, settings):
     if settings[1:] == LORA:
         base(tmp_path / "base")
         settings = [*settings, f"policy.model={tmp_path / 'base'}"]
-    learners, iterate = [], ppo_loop.iterate
+    learners, iterate = [], ppo_loop.iterate_with_batch
 
     def watched(*args):
-        learner, metrics = iterate(*args)
-        learners.append(learner)
-        return learner, metrics
+        result = iterate(*args)
+        learners.append(result[0])
+        return result
 
-    monkeypatch.setattr(ppo_loop, "iterate", watched)
+    monkeypatch.setattr(ppo_loop, "iterate_with_batch", watched)
     pipeline.ppo(tiny(*LEARNING, *settings))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     scores = [json.loads(line)["reward/score_mean"] for line in lines]

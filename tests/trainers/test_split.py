@@ -84,7 +84,7 @@ def test_work_on_disjoint_devices_overlaps():
 
 def test_the_generation_copy_is_gone_before_the_policy_learns(tiny, monkeypatch, tmp_path):
     """A copy that lives on beside the update costs as much as the parameters."""
-    live, whole = {}, ppo_loop.iterate
+    live, whole = {}, ppo_loop.iterate_with_batch
 
     def watched(task, learner, iteration, timed):
         def phase(name, function, *args):
@@ -93,7 +93,7 @@ def test_the_generation_copy_is_gone_before_the_policy_learns(tiny, monkeypatch,
 
         return whole(task, learner, iteration, phase)
 
-    monkeypatch.setattr(ppo_loop, "iterate", watched)
+    monkeypatch.setattr(ppo_loop, "iterate_with_batch", watched)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lengths_of_test_split.py").write_text(LENGTHS)
     shape = ["policy.shape.embed=64", "policy.shape.mlp=256"]  # parameters that outweigh a rollout
