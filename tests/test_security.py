@@ -74,7 +74,7 @@ def test_one_setting_names_code():
         for name, call in calls(path)
         if name.rpartition(".")[2] == "import_module" and not isinstance(call.args[0], ast.Constant)
     }
-    assert importing == {"rollout/reward_model.py"}
+    assert importing == {"rollout/reward_function.py"}
 
 
 def test_data_sets_with_code_of_their_own_are_not_of_this_world():
