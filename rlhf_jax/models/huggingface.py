@@ -113,6 +113,7 @@ def load_tokenizer(name_or_dir):
     directory = model_directory(name_or_dir)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a word"))  # some settings are looked at only in use
     except Exception as error:  # the tokenizers library raises bare Exception
         reason = first_line(error).rstrip(":")
         raise InputError(

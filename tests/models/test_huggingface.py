@@ -245,3 +245,12 @@ def test_end_of_sequence_ids_that_are_none(ids, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": ids}))
     with pytest.raises(InputError, match="is neither a token id nor a list of them; mend it in"):
         eos_token_ids(tmp_path, tokenizer)
+
+
+def test_a_tokenizer_that_fails_in_use_is_refused_when_it_is_read(tmp_path):
+    """Fault: what tokenizer_config.json holds was looked at only with the first text, in a traceback."""
+    checkpoints.tokenizer().save_pretrained(str(tmp_path))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": []}))
+    with pytest.raises(InputError, match="has no tokenizer that can be read .*; save tokenizer.json"):
+        load_tokenizer(tmp_path)
