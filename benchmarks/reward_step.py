@@ -18,6 +18,7 @@ import machine
 import numpy as np
 
 from rlhf_jax.data.batches import batch_indices
+from rlhf_jax.data.packing import row_width
 from rlhf_jax.data.sources import source_rows
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.flops import forward_flops
@@ -31,7 +32,7 @@ from rlhf_jax.trainers.optimizer import (
     state_shardings,
     update_step,
 )
-from rlhf_jax.trainers.reward import RenderedPair, longest_width, pair_batch, reward_loss
+from rlhf_jax.trainers.reward import RenderedPair, longest_side, pair_batch, reward_loss
 from rlhf_jax.trainers.roles import POLICY, LoadedModel, load_backbone, load_language_model, shardings_of
 from rlhf_jax.trainers.timing import CompileClock
 
@@ -85,7 +86,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     pairs = read_pairs(args.pairs, policy.renderer.tokenizer, args.batch, args.updates, args.length)
     step, state = make_step(start, settings, view)
     groups = view.batch_shards * (args.batch // (args.micro or args.batch))
-    width, seconds, lengths = longest_width(pairs, args.length), [], []
+    width, seconds, lengths = row_width(longest_side(pairs), start.model.config.max_positions), [], []
     for number in range(args.updates):
         began, compiled = time.perf_counter(), clock.seconds
         rows = batch_indices(number, count=len(pairs), batch_size=args.batch, seed=1)

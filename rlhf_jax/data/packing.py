@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ROW_STEPS = 16  # row counts are multiples of 1/16 of the unpacked one, so that few shapes are compiled
+from rlhf_jax.data.batches import width_for
+
+SHORTEST = 128  # tokens of a row: several texts fit, and attention over it still costs little
+STEPS = 4  # row counts are 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: few shapes are compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +51,7 @@ def pack(
         first_fit([len(text) for text in group], width) if together else [[n] for n in range(most)]
         for group in texts
     ]
-    step = max(1, most // ROW_STEPS)
-    R = -(-max(map(len, rows)) // step) * step
+    R = _few(max(map(len, rows)))
     tokens_GRL, segments_GRL = np.zeros((2, groups, R, width), np.int32)
     first_GN = np.zeros((groups, most), np.int32)
     for g, group in enumerate(rows):
@@ -61,6 +63,21 @@ def pack(
                 tokens_GRL[g, r, column:end], segments_GRL[g, r, column:end] = text, segment
                 first_GN[g, n], column = r * width + column, end
     return PackedTexts(tokens_GRL, segments_GRL, item_GP, first_GN.reshape(*item_GP.shape, -1))
+
+
+def row_width(longest: int, limit: int) -> int:
+    """The width of packed rows.
+
+    Args:
+      longest: tokens of the longest text.   limit: positions that the model has, at least as many.
+    """
+    return min(max(width_for(longest, SHORTEST // 2), SHORTEST), limit)
+
+
+def _few(count: int) -> int:
+    """`count`, rounded up to one of STEPS numbers between a power of two and the next."""
+    step = max(1, 2 ** (count.bit_length() - 1) // STEPS)
+    return -(-count // step) * step
 
 
 def deal(sizes: Sequence[int], groups: int) -> np.ndarray:

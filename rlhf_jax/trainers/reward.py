@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from rlhf_jax.data.batches import width_for
-from rlhf_jax.data.packing import pack
+from rlhf_jax.data.packing import pack, row_width
 from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
@@ -112,9 +112,9 @@ def pair_batch(
     return PairBatch(*put((rows.tokens_GRL, rows.segments_GRL, last_GP2), batch_sharding(view)))
 
 
-def longest_width(pairs: Sequence[RenderedPair], max_length: int) -> int:
-    """The width for all of these pairs."""
-    return width_for(max(len(s) for p in pairs for s in (p.chosen, p.rejected)), WIDTH_STEP, max_length)
+def longest_side(pairs: Sequence[RenderedPair]) -> int:
+    """Tokens of the longest text."""
+    return max(len(side) for pair in pairs for side in (pair.chosen, pair.rejected))
 
 
 def pair_accuracy(reward_model: RewardModel, pairs: Sequence[RenderedPair]) -> tuple[float, float]:
@@ -145,7 +145,8 @@ def train_reward_model(
     Returns:
       the best evaluation: validation_accuracy, validation_margin, validation_pairs, step.
     """
-    model, renderer = start.model, start.renderer
+    model: Any = start.model
+    renderer = start.renderer
     pairs = render_pairs(train, renderer, settings.max_length, "training pairs")
     held_out_pairs = render_pairs(held_out, renderer, settings.max_length, "held-out pairs")
     scorer = RewardModel(
@@ -162,12 +163,14 @@ def train_reward_model(
             "validation_pairs": len(held_out_pairs),
         }
 
-    packed, whole = packs(model), longest_width(pairs, settings.max_length)
+    longest = longest_side(pairs)
 
     def batch(index: np.ndarray, groups: int) -> PairBatch:
-        chosen = [pairs[i] for i in index]
-        width = whole if packed else longest_width(chosen, settings.max_length)
-        return pair_batch(chosen, width, view, groups, packed=packed)
+        rows = [pairs[i] for i in index]
+        if packs(model):
+            return pair_batch(rows, row_width(longest, model.config.max_positions), view, groups, packed=True)
+        width = width_for(longest_side(rows), WIDTH_STEP, settings.max_length)
+        return pair_batch(rows, width, view, groups, packed=False)
 
     def loss(params, batch, *, denominator):
         return reward_loss(params, batch, model=model, settings=settings, denominator=denominator)

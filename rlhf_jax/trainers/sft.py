@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rlhf_jax.data.batches import sequential_batches, width_for
-from rlhf_jax.data.packing import pack
+from rlhf_jax.data.batches import sequential_batches
+from rlhf_jax.data.packing import pack, row_width
 from rlhf_jax.data.preferences import Preference
 from rlhf_jax.data.rendering import Renderer
 from rlhf_jax.errors import InputError
 from rlhf_jax.losses.masked import weighted_sum
 from rlhf_jax.metrics import MetricsLog
-from rlhf_jax.rollout.reward_model import WIDTH_STEP
 from rlhf_jax.rollout.score import hidden_logprobs
 from rlhf_jax.settings import Run, Sft
 from rlhf_jax.sharding.mesh import View
@@ -112,14 +111,13 @@ def train_sft(
     Returns:
       the best evaluation: validation_loss in nats a token, step.
     """
-    model, renderer = start.model, start.renderer
+    model: Any = start.model
+    renderer = start.renderer
     dialogues = render_dialogues(train, renderer, settings.max_length, "training dialogues")
     held_out_dialogues = render_dialogues(held_out, renderer, settings.max_length, "held-out dialogues")
 
-    def width(rows: Sequence[RenderedDialogue]) -> int:
-        return width_for(max(len(row.tokens) for row in rows), WIDTH_STEP, settings.max_length)
-
-    whole, held_out_whole = width(dialogues), width(held_out_dialogues)
+    longest = max(len(dialogue.tokens) for dialogue in (*dialogues, *held_out_dialogues))
+    width = row_width(longest, model.config.max_positions)
 
     def loss(params, batch, *, denominator):
         return sft_loss(params, batch, model=model, denominator=denominator)
@@ -136,7 +134,7 @@ def train_sft(
                 held_out_dialogues[i] if v else RenderedDialogue(held_out_dialogues[i].tokens, 0)
                 for i, v in zip(index, valid, strict=True)
             ]
-            part = total_nats(params, dialogue_batch(rows, held_out_whole, view, view.batch_shards))
+            part = total_nats(params, dialogue_batch(rows, width, view, view.batch_shards))
             part_nats, part_tokens = jax.device_get(part)
             nats, tokens = nats + float(part_nats), tokens + float(part_tokens)
         return {"validation_loss": nats / max(tokens, 1)}
@@ -147,7 +145,7 @@ def train_sft(
         run=run,
         count=len(dialogues),
         rows="dialogues",
-        batch=lambda index, groups: dialogue_batch([dialogues[i] for i in index], whole, view, groups),
+        batch=lambda index, groups: dialogue_batch([dialogues[i] for i in index], width, view, groups),
         loss=loss,
         denominator=lambda batch: batch.target_GRL.sum(),
         evaluate=evaluate,

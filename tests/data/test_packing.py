@@ -1,9 +1,9 @@
-"""Packing by property: every text once, whole, in one row of its group; groups of about one size."""
+"""Packing by property: every text once, whole, in one row; groups of about one size; few shapes."""
 
 import numpy as np
 import pytest
 
-from rlhf_jax.data.packing import deal, first_fit, pack
+from rlhf_jax.data.packing import deal, first_fit, pack, row_width
 
 
 def texts(count, longest, seed=0):
@@ -52,3 +52,15 @@ def test_items_are_dealt_out_evenly():
     sizes = np.random.default_rng(0).integers(1, 1000, 64)
     totals = sizes[deal(sizes, 8)].sum(1)
     assert totals.max() / totals.min() < 1.06
+
+
+def test_rows_hold_several_short_texts_and_are_no_longer_than_the_model_allows():
+    assert [row_width(longest, 512) for longest in (10, 128, 130, 300, 400)] == [128, 128, 192, 384, 512]
+    assert row_width(60, 64) == 64
+
+
+def test_row_counts_are_few():
+    counts = {
+        pack([(text,) for text in texts(n, 60, seed=n)], 60, 1).tokens_GRL.shape[1] for n in range(1, 80)
+    }
+    assert counts <= {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48}
