@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax.errors import InputError
 
-EXAMPLES, TIMES_LONG = 100, 10
+EXAMPLES, TIMES_LONG = 60, 17
 SECONDS, LONGEST_MESSAGE = 20, 4500
 
 TESTS = []  # every fuzz test there is, by name

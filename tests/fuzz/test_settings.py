@@ -81,7 +81,7 @@ def yaml_files(draw):
     return b"\n".join(lines) + b" " + value + b"\n"
 
 
-@fuzz(yaml_files(), share=0.4)
+@fuzz(yaml_files(), share=0.3)
 def test_files(data):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "settings.yaml"
