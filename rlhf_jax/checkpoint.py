@@ -96,6 +96,7 @@ class Checkpoints:
         step, self._writing = self._writing, None
         with self._told(step):
             self._checkpointer().wait_until_finished()
+        self._release()
         if is_primary():
             for old in self.steps()[: -self._keep]:
                 _remove(self.directory / str(old))
@@ -160,6 +161,10 @@ class Checkpoints:
 
     def close(self) -> None:
         self.wait()
+        self._release()
+
+    def _release(self) -> None:
+        """Orbax's saver holds its copy of the last state for as long as it lives."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None

@@ -41,7 +41,9 @@ def run(directory, monkeypatch, *settings):
 
     monkeypatch.setattr(ppo_loop, "iterate_with_batch", watched)
     before = live_by_kind()
-    pipeline.run(load_config(None, [*RUN, *SIZES, f"run.dir={directory}", *settings]))
+    # A save holds a copy of the state on the host, which on a CPU is where device arrays lie as well.
+    config = load_config(None, [*RUN, *SIZES, f"run.dir={directory}", "run.save_every=100", *settings])
+    pipeline.run(config)
     monkeypatch.undo()
     return [timeless(record) for record in records(directory)], seen[-1] - before
 
