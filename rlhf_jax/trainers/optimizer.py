@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -179,19 +180,13 @@ def apply_gradients(
     tx: optax.GradientTransformation, state: TrainState, grads: Any, good: jax.Array
 ) -> TrainState:
     """The state after a step with these gradients, or where they are not `good`, with one more bad step."""
-
-    def step(grads, params, opt_state):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def stay(grads, params, opt_state):
-        return params, opt_state
-
-    # A condition, not a choice leaf by leaf: that would hold both states.
-    params, opt_state = jax.lax.cond(good, step, stay, grads, state.params, state.opt_state)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    # Leaf by leaf: a condition would hold one state and not two, but collectives inside it may wait for each
+    # other for ever on virtual CPU devices.
+    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, good))
     return TrainState(
-        params=params,
-        opt_state=opt_state,
+        params=keep(optax.apply_updates(state.params, updates), state.params),
+        opt_state=keep(opt_state, state.opt_state),
         steps=state.steps + good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )
