@@ -119,11 +119,12 @@ class Reshard:
         A leaf may be a function that makes the array: it is called when its turn comes.
 
         Beside source and target only one group is in memory: on one grid the devices run one program at a
-        time, and between grids a group waits until the one before has arrived.
+        time, and between grids a group waits until the one before has arrived. So it does on virtual CPU
+        devices, which hang where too many programs with collectives are under way.
         """
-        moved = None
+        moved, virtual = None, jax.default_backend() == "cpu" and jax.device_count() > 1
         for move, leaf in zip(self.moves, self.structure.flatten_up_to(params), strict=True):
-            if not move.one_grid:
+            if virtual or not move.one_grid:
                 jax.block_until_ready(moved)
             made: Any = leaf() if callable(leaf) else leaf
             moved = move(made)
