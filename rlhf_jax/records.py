@@ -73,7 +73,7 @@ class RecordLog:
             self._replace(kept)
 
     def flush(self) -> None:
-        """Everything appended so far is in the file when this returns; where nothing was, there is no file."""
+        """Everything appended so far is in the file when this returns; without anything there is no file."""
         if self._remote and self._writes and (self._lines or self.path.exists()):
             self.path.write_text("".join(line + "\n" for line in self._lines))
             self._written_at = time.monotonic()
