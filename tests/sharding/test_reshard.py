@@ -176,7 +176,8 @@ def test_nothing_moves_and_nothing_is_copied_where_nothing_changes():
 
 def live_bytes():
     """Bytes of all buffers on all devices, each counted once."""
-    shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
+    arrays = (array for array in jax.live_arrays() if not array.is_deleted())
+    shards = (shard for array in arrays for shard in array.addressable_shards)
     return sum({(s.device.id, s.data.unsafe_buffer_pointer()): s.data.nbytes for s in shards}.values())
 
 
