@@ -51,7 +51,7 @@ def pack(
         first_fit([len(text) for text in group], width) if together else [[n] for n in range(most)]
         for group in texts
     ]
-    R = _few(max(map(len, rows)))
+    R = _few(max(map(len, rows))) if together else most
     tokens_GRL, segments_GRL = np.zeros((2, groups, R, width), np.int32)
     first_GN = np.zeros((groups, most), np.int32)
     for g, group in enumerate(rows):

@@ -54,6 +54,13 @@ def test_items_are_dealt_out_evenly():
     assert totals.max() / totals.min() < 1.06
 
 
+@pytest.mark.parametrize("count", [9, 11, 17])
+def test_texts_apart_have_a_row_each_and_there_is_no_other(count):
+    """A row too many would be scored as a text."""
+    items = list(zip(texts(count, 50), texts(count, 50, seed=1), strict=True))
+    assert pack(items, 50, 1, together=False).tokens_GRL.shape == (1, 2 * count, 50)
+
+
 def test_rows_hold_several_short_texts_and_are_no_longer_than_the_model_allows():
     assert [row_width(longest, 512) for longest in (10, 128, 130, 300, 400)] == [128, 128, 192, 384, 512]
     assert row_width(60, 64) == 64
