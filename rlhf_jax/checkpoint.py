@@ -69,7 +69,7 @@ class Checkpoints:
           InputError: there is no room, for this state or for the one before.
         """
         json.dumps(host, allow_nan=False)
-        leaves = {name: _saved(name, leaf) for name, leaf in _named(state).items()}
+        leaves = {name: _saved(name, leaf) for name, leaf in named_leaves(state).items()}
         self.wait()
         if not self._cleaned:
             self._clean()
@@ -193,7 +193,7 @@ class Checkpoints:
             ) from error
 
     def _restore(self, step: int, like: Any) -> tuple[Any, dict]:
-        wanted = _named(like)
+        wanted = named_leaves(like)
         self._check(step, wanted)
         abstract = {name: _abstract(leaf) for name, leaf in wanted.items()}
         items = _Items(**{STATE: ocp.args.StandardRestore(abstract), HOST: ocp.args.JsonRestore()})
@@ -347,10 +347,10 @@ def _remove(entry: epath.Path) -> None:
     entry.rmtree()
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """Dotted path -> leaf."""
+def named_leaves(tree: Any, separator: str = ".") -> dict[str, Any]:
+    """Path -> leaf."""
     paths, _ = jax.tree.flatten_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+    named = {jax.tree_util.keystr(path, simple=True, separator=separator): leaf for path, leaf in paths}
     if len(named) != len(paths):
         raise ValueError("two leaves of the state have one name")
     return named

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from rlhf_jax.checkpoint import named_leaves
 from rlhf_jax.errors import InputError
 from rlhf_jax.records import write_atomically
 from rlhf_jax.sharding.processes import fetch, on_primary
@@ -59,7 +60,7 @@ class Dump:
 def write_dump(run_dir: Any, step: int, batch: Batch, metrics: Mapping[str, Any]) -> epath.Path:
     """Writes a dump whole or not at all, and removes all but the newest. All processes call it."""
     path = epath.Path(run_dir) / DUMPS / str(step)
-    arrays = fetch(_named(batch.experience))
+    arrays = fetch(named_leaves(batch.experience))
     arrays["kl_coef"] = np.asarray(fetch(batch.kl_coef))
     arrays["shuffle_key"] = np.asarray(fetch(jax.random.key_data(batch.shuffle_key)))
     notes = {
@@ -131,12 +132,6 @@ def _write(path: epath.Path, arrays: dict[str, Any], notes: dict[str, Any]) -> N
 
 def _step(entry: epath.Path) -> int:
     return int(entry.name)
-
-
-def _named(experience: Experience) -> dict[str, Any]:
-    """Dotted name -> array."""
-    paths, _ = jax.tree.flatten_with_path(experience)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
 def _experience(arrays: Mapping[str, Any]) -> Experience:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from rlhf_jax.checkpoint import named_leaves
 from rlhf_jax.losses.masked import counts
 from rlhf_jax.models.lora import join
 from rlhf_jax.models.parameters import unstack_layers
@@ -232,7 +233,7 @@ def inputs_of(batch: Batch) -> Finite:
 def parameters_of(role: Role) -> dict[str, int]:
     """Leaf -> entries that are not finite, where there are such."""
     counted = jax.jit(lambda tree: jax.tree.map(lambda x: (~jnp.isfinite(x)).sum(), tree))(role.params)
-    return {name: int(bad) for name, bad in _leaves(fetch(counted)).items() if bad}
+    return {name: int(bad) for name, bad in named_leaves(fetch(counted), "/").items() if bad}
 
 
 def _measured(role: Role, micro_batch_size: int | None, params, base, kl_coef, experience, rows):
@@ -251,7 +252,7 @@ def _measured(role: Role, micro_batch_size: int | None, params, base, kl_coef, e
     found = {name: _counted(x_BT, minibatch.rollout.mask_BT) for name, x_BT in out.items()}
     gradients = {
         name: ((~jnp.isfinite(x)).sum(), jnp.linalg.norm(x.astype(jnp.float32).ravel()))
-        for name, x in _leaves(grads).items()
+        for name, x in named_leaves(grads, "/").items()
     }
     return found, {name: _counted(x, True) for name, x in terms.items()}, gradients
 
@@ -260,11 +261,6 @@ def _counted(x: Any, mask: Any) -> tuple[Any, Any, Any]:
     good = jnp.isfinite(x) & mask
     low, high = jnp.where(good, x, jnp.inf).min(), jnp.where(good, x, -jnp.inf).max()
     return (~jnp.isfinite(x) & mask).sum(), low, high
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    paths, _ = jax.tree.flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
 
 
 def _finite(leaf: Any, valid_BS: np.ndarray) -> bool:

@@ -45,9 +45,7 @@ class SupervisedTask:
     run: Run
     count: int  # training rows
     rows: str  # what a row is called in messages
-    batch: Callable[
-        [np.ndarray, int], Any
-    ]  # (row numbers, groups) -> a batch on the devices, leaves [G, ...]
+    batch: Callable[[np.ndarray, int], Any]  # (row numbers, groups) -> a batch on the devices, [groups, ...]
     loss: Callable[..., Any]  # (params, groups of a batch, denominator=) -> (loss, metrics), sums over groups
     denominator: Callable[[Any], Any]  # the whole batch's
     evaluate: Callable[[Any], dict[str, float]]  # params -> numbers on held-out rows
