@@ -108,6 +108,7 @@ def folders(args: argparse.Namespace) -> dict[str, Any]:
                 log.write("ppo", step, numbers)
                 if step % (args.steps // 20) == 0:
                     checkpoints.save(step, state, {})
+                    checkpoints.wait()  # files that are being written come and go
                     sizes.append(_bytes(pathlib.Path(folder) / "checkpoints"))
         checkpoints.close()
         log_bytes = _bytes(pathlib.Path(folder) / "metrics.jsonl")
