@@ -9,10 +9,12 @@ With several processes all of them save and restore, each the shards that its de
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,7 +49,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: os.PathLike | str, phase: str, *, keep: int):
         """Keep the newest `keep` checkpoints."""
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports each file, and errors twice
+        _say_each_fault_once()
         directory = epath.Path(run_dir) / "checkpoints" / phase
         if "://" not in str(run_dir):
             directory = epath.Path(os.path.abspath(directory))
@@ -297,6 +299,24 @@ def _check_client(run_dir: os.PathLike | str) -> None:
         raise InputError(
             f"run.dir={run_dir}: checkpoints there need google-cloud-storage ({error}); install it with pip"
         ) from error
+
+
+@functools.cache
+def _say_each_fault_once() -> None:
+    """Orbax logs each file, and each error before it raises it.
+
+    Where one write fails, those under way end later, in threads of tensorstore's: nobody waits for their errors
+    any more, and the event loop that they report to is closed.
+    """
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    tell = sys.unraisablehook
+
+    def unless_the_loop_is_closed(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            tell(unraisable)
+
+    sys.unraisablehook = unless_the_loop_is_closed
 
 
 def machine() -> dict[str, Any]:

@@ -273,8 +273,7 @@ def test_a_disk_that_is_full_again_and_again_ends_each_start_with_one_line(in_pe
             assert text.endswith(line + "\n"), text
             assert "cannot be written: File too large; free some space, and the same command goes on" in line
             assert str(directory) in line
-            # Where one write fails, tensorstore's others end later, and say that nobody waits any more.
-            assert text.count("Traceback") == text.count("RuntimeError: Event loop is closed"), text
+            assert "Traceback" not in text, text
             said.append(line)
         server.start(["run", str(config)], tmp_path / "log")
         assert server.wait() == 0, (tmp_path / "log").read_text()
