@@ -305,8 +305,8 @@ def _check_client(run_dir: os.PathLike | str) -> None:
 def _say_each_fault_once() -> None:
     """Orbax logs each file, and each error before it raises it.
 
-    Where one write fails, those under way end later, in threads of tensorstore's: nobody waits for their errors
-    any more, and the event loop that they report to is closed.
+    Where one write fails, those under way end later, in threads of tensorstore's: nobody waits for their
+    errors any more, and the event loop that they report to is closed.
     """
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)

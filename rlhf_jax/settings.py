@@ -47,9 +47,9 @@ class Policy:
     )
     remat: str = option(
         "products",
-        "what the backward pass recomputes: none; products (all but the results of matrix products with "
-        "weights); layers (all but each layer's input: least memory, about a third more work). Of policy, "
-        "critic and reward model",
+        "what the backward pass recomputes: none; products (all but those results of matrix products with "
+        "weights that are no wider than their input); layers (all but each layer's input: least memory, "
+        "about a third more work). Of policy, critic and reward model",
     )
 
 

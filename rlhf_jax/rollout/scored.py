@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from flax import struct
 
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.errors import InputError
@@ -19,12 +19,13 @@ log = logging.getLogger("rlhf_jax")
 NAMED = 8  # prompts that one line names
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Scored:
-    """A score for each response; not finite where there is none."""
+    """A score for each response; not finite where there is none. A tree: its scores can be waited for."""
 
     scores_B: Any  # float32, on the host or the devices
-    reasons: Mapping[int, str] = dataclasses.field(default_factory=dict)  # row -> why it has none
+    # row -> why it has none
+    reasons: Mapping[int, str] = struct.field(pytree_node=False, default_factory=dict)
 
 
 class Scorer(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,7 @@ class Learning:
     """How a role's parameters change and where its state lies."""
 
     rate: optax.Schedule
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformationExtraArgs
     places: TrainState  # of shardings
 
     def shapes(self, params: Any) -> TrainState:
@@ -71,15 +70,25 @@ def make_schedule(peak: float, *, steps: int, warmup_steps: int, schedule: str) 
 
 def make_optimizer(
     learning_rate: optax.Schedule, *, weight_decay: float, max_grad_norm: float
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) behind a clip of the global norm.
 
-    Weight decay acts on matrices only, not on norms and biases.
+    Weight decay acts on matrices only, not on norms and biases. An update is given the gradients' `norm`.
     """
     return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
+        _clip(max_grad_norm),
         optax.adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay, mask=_matrices),
     )
+
+
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """optax.clip_by_global_norm for a norm that is known: `update_step` reports it and looks at it anyway."""
+
+    def update(updates, state, params=None, **known):
+        scale = jnp.minimum(1, max_norm / known["norm"])
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def _matrices(params: Any) -> Any:
@@ -155,7 +164,7 @@ def accumulate(
 
 
 def update_step(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     loss: Callable[..., tuple[jax.Array, Metrics]],
     state: TrainState,
     batch: Any,
@@ -170,26 +179,38 @@ def update_step(
     (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size)
     norm = optax.tree.norm(grads)
     good = jnp.isfinite(norm) & jnp.isfinite(value)
-    state = apply_gradients(tx, state, grads, good)
+    state = apply_gradients(tx, state, grads, norm, good)
     metrics = {**metrics, "loss": value, "grad_norm": norm}
     metrics = {name: jnp.where(good, number, 0.0) for name, number in metrics.items()}
     return state, {**metrics, "skipped": (~good).astype(jnp.float32)}
 
 
 def apply_gradients(
-    tx: optax.GradientTransformation, state: TrainState, grads: Any, good: jax.Array
+    tx: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    grads: Any,
+    norm: jax.Array,
+    good: jax.Array,
 ) -> TrainState:
-    """The state after a step with these gradients, or where they are not `good`, with one more bad step."""
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    # Leaf by leaf: a condition would hold one state and not two, but collectives inside it may wait for each
-    # other for ever on virtual CPU devices.
-    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, good))
-    return TrainState(
-        params=keep(optax.apply_updates(state.params, updates), state.params),
-        opt_state=keep(opt_state, state.opt_state),
-        steps=state.steps + good,
-        bad_steps=jnp.where(good, 0, state.bad_steps + 1),
-    )
+    """The state after a step with gradients of this norm, or where they are not `good`, one more bad step.
+
+    A condition holds one state where a selection leaf by leaf would hold two. No device waits for another
+    inside it: the norm is known, and the rest is elementwise.
+    """
+
+    def step(state):
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, norm=norm)
+        return TrainState(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            steps=state.steps + 1,
+            bad_steps=jnp.zeros_like(state.bad_steps),
+        )
+
+    def stay(state):
+        return dataclasses.replace(state, bad_steps=state.bad_steps + 1)
+
+    return jax.lax.cond(good, step, stay, state)
 
 
 def at_rest(state: Any, *, offload: bool) -> Any:

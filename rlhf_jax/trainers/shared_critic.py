@@ -162,7 +162,7 @@ class _Both:
 
 
 def joint_step(
-    txs: tuple[optax.GradientTransformation, optax.GradientTransformation],
+    txs: tuple[optax.GradientTransformationExtraArgs, optax.GradientTransformationExtraArgs],
     loss: Callable[..., tuple[jax.Array, Metrics]],
     pair: Pair,
     batch: Any,
@@ -178,8 +178,8 @@ def joint_step(
     norm, head_norm = optax.tree.norm(grads), optax.tree.norm(head_grads)
     good = jnp.isfinite(norm) & jnp.isfinite(head_norm) & jnp.isfinite(value)
     pair = Pair(
-        actor=apply_gradients(txs[0], pair.actor, grads, good),
-        critic=apply_gradients(txs[1], pair.critic, head_grads, good),
+        actor=apply_gradients(txs[0], pair.actor, grads, norm, good),
+        critic=apply_gradients(txs[1], pair.critic, head_grads, head_norm, good),
     )
     metrics = {**metrics, "loss": value, "grad_norm": norm, "vf_grad_norm": head_norm}
     metrics = {name: jnp.where(good, number, 0.0) for name, number in metrics.items()}

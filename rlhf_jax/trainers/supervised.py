@@ -147,7 +147,9 @@ def _make_steps(task: SupervisedTask, start: LoadedModel, view: View, total: int
     )
 
 
-def _optimizer(settings: Sft | Reward, total: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
+def _optimizer(
+    settings: Sft | Reward, total: int
+) -> tuple[optax.Schedule, optax.GradientTransformationExtraArgs]:
     """(learning rate by step, optimizer) for this many steps."""
     schedule = make_schedule(
         settings.learning_rate,

@@ -1,5 +1,7 @@
 """Schedules by hand, micro-batches against the whole batch, and updates that a bad gradient cannot spoil."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from rlhf_jax.losses.masked import counts
 from rlhf_jax.sharding.mesh import training_view
-from rlhf_jax.sharding.rules import parameter_shardings
+from rlhf_jax.sharding.rules import batch_sharding, parameter_shardings
 from rlhf_jax.trainers.optimizer import (
     accumulate,
     init_state,
@@ -109,6 +111,43 @@ def test_the_reported_norm_is_that_before_clipping():
     tx, state = small_state()
     _, metrics = update_step(tx, constant_gradient, state, jnp.full(3, 2.0))
     assert metrics["grad_norm"] == pytest.approx(2 * 6**0.5)
+
+
+@pytest.mark.parametrize("slope", [0.1, 2.0])
+def test_gradients_are_clipped_as_by_optax(slope):
+    """Adam hides a common factor of all its gradients but in eps: the first moment shows it."""
+    tx, state = small_state()
+    state, _ = update_step(tx, constant_gradient, state, jnp.full(3, slope))
+    grads = {"kernel": jnp.full(3, slope), "scale": jnp.full(3, slope)}
+    clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    for name, moment in optax.tree_utils.tree_get(state.opt_state, "mu").items():
+        np.testing.assert_allclose(moment, 0.1 * clipped[name], rtol=1e-6)
+
+
+def test_no_device_waits_for_another_inside_the_condition():
+    """Collectives in a branch held up virtual CPU devices for ever."""
+    view = training_view({"data": 2, "fsdp": 2, "tensor": 2})
+    params = {"kernel": jnp.ones((8, 16))}
+    tx = make_optimizer(optax.constant_schedule(0.1), weight_decay=0.1, max_grad_norm=1.0)
+    places = state_shardings(
+        tx, params, parameter_shardings(view, {"kernel": ("embed", "mlp")}, params), view
+    )
+    state = init_state(tx, jax.device_put(params, places.params), places)
+
+    def loss(params, rows):
+        return ((rows @ params["kernel"]) ** 2).sum(), {}
+
+    step = jax.jit(lambda state, rows: update_step(tx, loss, state, rows), out_shardings=(places, None))
+    rows = jax.device_put(jnp.ones((4, 8)), batch_sharding(view))
+    text = step.lower(state, rows).compile().as_text()
+    assert "all-reduce" in text
+    branches = re.findall(r"branch_computations=\{(.*?)\}|(?:true|false)_computation=(%[\w.-]+)", text)
+    names = [name.strip() for pair in branches for part in pair for name in part.split(",") if name]
+    assert len(names) == 2
+    for name in names:
+        body = text[text.index(f"\n{name} (") :].partition("\n}")[0]
+        assert "fusion" in body or "add" in body
+        assert not re.search(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", body)
 
 
 def test_moments_lie_where_their_parameters_lie():

@@ -5,10 +5,13 @@ import logging
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from rlhf_jax.rollout.scored import Scored
 from rlhf_jax.trainers import pipeline
-from rlhf_jax.trainers.timing import give_back_memory
+from rlhf_jax.trainers.timing import CompileClock, PhaseTimer, give_back_memory
 
 ONE_WIDTH = ["rollout.prompt_length=24", "rollout.response_length=40", "policy.shape.vocab_size=260"]
 
@@ -29,6 +32,16 @@ def test_nothing_is_compiled_after_the_first_iterations(tiny, tmp_path, caplog):
         r"ppo: ([\d.]+) s to the first step's end, ([\d.]+) s of them compilation", caplog.text
     )
     assert 0 < float(line[1]) < float(line[0])
+
+
+def test_the_seconds_of_a_phase_are_those_until_its_scores_are_there():
+    """Scores of a reward model were dispatched and not waited for: its seconds were in another phase."""
+    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x))
+    x = jax.block_until_ready(busy(jnp.eye(400)))
+    timed = PhaseTimer(CompileClock(), enabled=True)
+    scored = timed("reward", lambda: Scored(busy(x)))
+    assert scored.scores_B.is_ready()
+    assert timed.seconds["timing_s/reward"] > 0
 
 
 def test_freed_memory_goes_back_to_the_system():
