@@ -55,8 +55,7 @@ def length(prompts: list, responses: list[str]) -> list[float]:
 
 def rss_mib() -> float:
     """Memory of this process now (Linux)."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
+    return 1024 * machine.resident_gib()
 
 
 def write_pairs(path: pathlib.Path, rows: int) -> None:

@@ -8,6 +8,7 @@ import functools
 import json
 import pathlib
 import platform
+import re
 import resource
 import statistics
 import sys
@@ -32,6 +33,7 @@ PEAK_BANDWIDTH = {
     "TPU v6 lite": 1.64e12,
 }
 GIB = 2**30
+STATUS = pathlib.Path("/proc/self/status")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +126,19 @@ def description() -> dict[str, Any]:
 
 
 def peak_rss_gib() -> float:
-    """The most memory that this process has had, since it began or since `forget_peak_rss`."""
+    """The most memory that this process has had, since it began or since `forget_peak_rss`.
+
+    On Linux not by getrusage, whose figure begins with the memory of the process that started this one.
+    """
+    if STATUS.exists():
+        return resident_gib("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if platform.system() == "Darwin" else 1024) / GIB
+
+
+def resident_gib(field: str = "VmRSS") -> float:
+    """Memory of this process now, or the most it has had (VmHWM), as Linux says."""
+    return int(re.findall(rf"{field}:\s+(\d+)", STATUS.read_text())[0]) * 1024 / GIB
 
 
 def forget_peak_rss() -> bool:

@@ -1,5 +1,8 @@
 """Times, limits and memory of the machine."""
 
+import pathlib
+import subprocess
+import sys
 import time
 
 import jax
@@ -57,6 +60,22 @@ def test_the_peak_of_memory_can_start_again():
     if not machine.forget_peak_rss():
         pytest.skip("the system keeps its peak")
     assert machine.peak_rss_gib() < with_big - 0.4
+
+
+def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one():
+    """getrusage said 899 MiB of a reader of 1 MiB, started from a large process."""
+    if not machine.STATUS.exists():
+        pytest.skip("needs Linux")
+    big = np.ones(2**28, np.float32)  # one GiB
+    code = "import machine; print(machine.peak_rss_gib())"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=pathlib.Path(machine.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 0.05 < float(child.stdout) < 0.8 * big.nbytes / machine.GIB
 
 
 def test_compilations_are_counted():
