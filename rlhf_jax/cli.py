@@ -119,7 +119,7 @@ def export(context: typer.Context, config: ConfigFile, settings: Overrides = Non
 
 @app.command()
 def debug(
-    dump: Annotated[str, typer.Argument(metavar="DUMP", help="a folder such as RUN_DIR/dumps/12")],
+    dump: Annotated[str, typer.Argument(metavar="DUMP", help="a folder such as RUN_DIR/dumps/ppo/12")],
     settings: Overrides = None,
 ) -> None:
     """Replay an update that was not finite, and name the first thing in it that is not.

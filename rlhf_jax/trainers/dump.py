@@ -1,4 +1,4 @@
-"""What an iteration learnt from, kept in RUN_DIR/dumps/STEP where its updates were not finite.
+"""What a step learnt from, kept in RUN_DIR/dumps/PHASE/STEP where its updates were not finite.
 
 Arrays are in `arrays.npz` (no pickles), all else in `dump.json`. A dump holds no parameters: those are in the
 checkpoints.
@@ -23,6 +23,7 @@ from rlhf_jax.checkpoint import named_leaves
 from rlhf_jax.errors import InputError
 from rlhf_jax.records import write_atomically
 from rlhf_jax.sharding.processes import fetch, on_primary
+from rlhf_jax.trainers.health import PHASE
 from rlhf_jax.trainers.ppo import Experience
 from rlhf_jax.types import Rollout
 from rlhf_jax.versions import versions
@@ -30,12 +31,12 @@ from rlhf_jax.versions import versions
 log = logging.getLogger("rlhf_jax")
 
 DUMPS, ARRAYS, NOTES = "dumps", "arrays.npz", "dump.json"
-KEPT = 3  # newest dumps of a run
+KEPT = 3  # newest dumps of a phase
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What the updates of one iteration learn from."""
+    """What the updates of one PPO iteration learn from."""
 
     experience: Experience
     shuffle_key: jax.Array  # orders the minibatches
@@ -48,24 +49,28 @@ class Dump:
     """A dump as it was read: its batch in host memory, and the metrics of its step."""
 
     path: epath.Path
-    step: int  # iterations done with it
-    batch: Batch
+    phase: str
+    step: int  # done with it
+    batch: Any  # a Batch; of SFT and the reward model's training, the arrays of their batch by name
     metrics: dict[str, float | None]
 
     @property
     def run_dir(self) -> epath.Path:
-        return self.path.parent.parent
+        return self.path.parent.parent.parent
 
 
-def write_dump(run_dir: Any, step: int, batch: Batch, metrics: Mapping[str, Any]) -> epath.Path:
-    """Writes a dump whole or not at all, and removes all but the newest. All processes call it."""
-    path = epath.Path(run_dir) / DUMPS / str(step)
-    arrays = fetch(named_leaves(batch.experience))
-    arrays["kl_coef"] = np.asarray(fetch(batch.kl_coef))
-    arrays["shuffle_key"] = np.asarray(fetch(jax.random.key_data(batch.shuffle_key)))
+def write_dump(run_dir: Any, phase: str, step: int, batch: Any, metrics: Mapping[str, Any]) -> epath.Path:
+    """Writes a dump whole or not at all, and removes all but the newest. All processes call it.
+
+    Args:
+      batch: a Batch, or the batch of another phase: a tree of arrays.
+    """
+    path = epath.Path(run_dir) / DUMPS / phase / str(step)
+    arrays, more = _packed(batch) if isinstance(batch, Batch) else (fetch(named_leaves(batch)), {})
     notes = {
+        "phase": phase,
         "step": step,
-        "warming_up": batch.warming_up,
+        **more,
         "metrics": {name: _plain(number) for name, number in metrics.items()},
         "versions": versions(),
     }
@@ -96,18 +101,13 @@ def read_dump(path: Any) -> Dump:
     """
     place = epath.Path(path)
     if not (place / NOTES).exists():
-        raise InputError(f"{place} is no dump: it has no {NOTES}; give a folder such as RUN_DIR/{DUMPS}/12")
+        raise InputError(f"{place} is no dump: it has no {NOTES}; give one such as RUN_DIR/{DUMPS}/ppo/12")
     try:
         notes = json.loads((place / NOTES).read_text())
         with np.load(io.BytesIO((place / ARRAYS).read_bytes()), allow_pickle=False) as file:
             arrays: dict[str, Any] = {name: file[name] for name in file.files}
-        batch = Batch(
-            experience=_experience(arrays),
-            shuffle_key=jax.random.wrap_key_data(arrays["shuffle_key"]),
-            kl_coef=arrays["kl_coef"],
-            warming_up=bool(notes["warming_up"]),
-        )
-        return Dump(place, int(notes["step"]), batch, dict(notes["metrics"]))
+        batch = _unpacked(arrays, notes) if notes["phase"] == PHASE else arrays
+        return Dump(place, notes["phase"], int(notes["step"]), batch, dict(notes["metrics"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{place} cannot be read ({error!r}); it is damaged, take another dump") from None
 
@@ -134,10 +134,23 @@ def _step(entry: epath.Path) -> int:
     return int(entry.name)
 
 
-def _experience(arrays: Mapping[str, Any]) -> Experience:
+def _packed(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(arrays, notes) of a PPO batch."""
+    arrays = fetch(named_leaves(batch.experience))
+    arrays["kl_coef"] = np.asarray(fetch(batch.kl_coef))
+    arrays["shuffle_key"] = np.asarray(fetch(jax.random.key_data(batch.shuffle_key)))
+    return arrays, {"warming_up": batch.warming_up}
+
+
+def _unpacked(arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> Batch:
     rollout = {field.name: arrays[f"rollout.{field.name}"] for field in dataclasses.fields(Rollout)}
     rest = {f.name: arrays[f.name] for f in dataclasses.fields(Experience) if f.name != "rollout"}
-    return Experience(rollout=Rollout(**rollout), **rest)
+    return Batch(
+        experience=Experience(rollout=Rollout(**rollout), **rest),
+        shuffle_key=jax.random.wrap_key_data(arrays["shuffle_key"]),
+        kl_coef=arrays["kl_coef"],
+        warming_up=bool(notes["warming_up"]),
+    )
 
 
 def _plain(number: Any) -> float | None:

@@ -100,4 +100,4 @@ class Pending:
         self._skipped = any(numbers.get(f"{role}/skipped", 0) > 0 for role in roles)
         self.bad_steps = int(max(numbers.get(f"{role}/bad_steps", 0) for role in roles))
         if self._skipped and (self.diverged or not before):
-            self.dump = write_dump(self._run_dir, step, batch, numbers), batch
+            self.dump = write_dump(self._run_dir, PHASE, step, batch, numbers), batch

@@ -157,9 +157,7 @@ def export(config: Config) -> None:
 
 def _sft(job: Job) -> None:
     config = job.config
-    policy = roles.adapted(
-        roles.load_policy(config.policy, job.training_pairs, job.seed), config.lora, job.seed
-    )
+    policy = roles.sft_start(config, job.training_pairs)
     train_sft(
         policy,
         job.training_pairs,
@@ -177,8 +175,7 @@ def _sft(job: Job) -> None:
 def _reward(job: Job) -> None:
     config, directory = job.config, job.path / BEST_REWARD_MODEL
     policy = _initial_policy(job)
-    backbone = roles.load_backbone(config.reward, policy, job.seed)
-    backbone = roles.adapted(backbone, config.lora, job.seed)
+    backbone = roles.reward_start(config, policy)
     train_reward_model(
         backbone,
         job.training_pairs,

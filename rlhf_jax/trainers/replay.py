@@ -1,4 +1,4 @@
-"""Updates of a dump, done again without changing anything: what in them is not finite?
+"""Updates of a PPO dump, done again without changing anything: what in them is not finite?
 
 Every minibatch is looked at with the same parameters, those of the checkpoint: updates that were skipped left
 them as they were.
@@ -179,30 +179,49 @@ def nonfinite_gradients(task: PpoTask, learner: Learner, batch: Batch) -> dict[s
     return found
 
 
-def first_bad_module(role: Role, batch: Batch, rows: np.ndarray) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A model's call on tokens."""
+
+    name: str
+    module: nn.Module
+    method: str | None
+    params: Any
+    tokens_BS: jax.Array
+    mask_BS: jax.Array  # bool, or segments
+
+
+def calls_of(role: Role, batch: Batch, rows: np.ndarray) -> list[Applied]:
+    """The model calls of a role's update on some rows of a batch."""
+    minibatch = _placed(jax.tree.map(lambda x: np.asarray(fetch(x))[rows], batch.experience), role.view)
+    rollout, whole = minibatch.rollout, role.whole(role.params, role.base)
+    return [
+        Applied(name, module, method, whole[name], rollout.tokens_BS, rollout.mask_BS)
+        for name, module, method in role.modules
+    ]
+
+
+def first_bad_module(*calls: Applied) -> str | None:
     """The innermost module whose output is the first that is not finite at a valid token; layer after layer.
 
     For one process: the modules run one operation after another.
     """
-    minibatch = _placed(jax.tree.map(lambda x: np.asarray(fetch(x))[rows], batch.experience), role.view)
-    rollout, whole = minibatch.rollout, role.whole(role.params, role.base)
-    valid_BS = np.asarray(rollout.mask_BS)
     found: list[str] = []
-    for name, module, method in role.modules:
-        params = whole[name]
+    for call in calls:
+        valid_BS, module, params = np.asarray(call.mask_BS) != 0, call.module, call.params
         if getattr(module, "scan_layers", False):
             plain: dict[str, Any] = {"remat": "none"} if hasattr(module, "remat") else {}
             module, params = module.clone(scan_layers=False, **plain), unstack_layers(params)
 
-        def watch(call, args, kwargs, context, name=name):
-            out = call(*args, **kwargs)
+        def watch(run, args, kwargs, context, name=call.name, valid_BS=valid_BS):
+            out = run(*args, **kwargs)
             if not found and not all(_finite(leaf, valid_BS) for leaf in jax.tree.leaves(out)):
                 path = "/".join(map(str, context.module.path)) or "the whole"
                 found.append(f"{name}: {path} ({type(context.module).__name__}.{context.method_name})")
             return out
 
         with nn.intercept_methods(watch):
-            module.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS, method=method)
+            module.apply({"params": params}, call.tokens_BS, call.mask_BS, method=call.method)
     return found[0] if found else None
 
 
@@ -225,14 +244,14 @@ def inputs_of(batch: Batch) -> Finite:
         "advantages": experience.advantages_BT,
         "returns": experience.returns_BT,
     }
-    found = {name: _counted(x, mask_BT) for name, x in arrays.items()}
-    found["KL coefficient"] = _counted(np.asarray(fetch(batch.kl_coef)), True)
+    found = {name: counted(x, mask_BT) for name, x in arrays.items()}
+    found["KL coefficient"] = counted(np.asarray(fetch(batch.kl_coef)), True)
     return {name: (int(bad), float(low), float(high)) for name, (bad, low, high) in found.items()}
 
 
-def parameters_of(role: Role) -> dict[str, int]:
+def nonfinite_leaves(params: Any) -> dict[str, int]:
     """Leaf -> entries that are not finite, where there are such."""
-    counted = jax.jit(lambda tree: jax.tree.map(lambda x: (~jnp.isfinite(x)).sum(), tree))(role.params)
+    counted = jax.jit(lambda tree: jax.tree.map(lambda x: (~jnp.isfinite(x)).sum(), tree))(params)
     return {name: int(bad) for name, bad in named_leaves(fetch(counted), "/").items() if bad}
 
 
@@ -249,15 +268,20 @@ def _measured(role: Role, micro_batch_size: int | None, params, base, kl_coef, e
     out = role.outputs(role.whole(params, base), minibatch)
     if "log-probabilities" in out:
         out["ratio"] = jnp.exp(out["log-probabilities"] - minibatch.old_logprobs_BT)
-    found = {name: _counted(x_BT, minibatch.rollout.mask_BT) for name, x_BT in out.items()}
-    gradients = {
+    found = {name: counted(x_BT, minibatch.rollout.mask_BT) for name, x_BT in out.items()}
+    return found, {name: counted(x, True) for name, x in terms.items()}, counted_gradients(grads)
+
+
+def counted_gradients(grads: Any) -> dict[str, tuple[Any, Any]]:
+    """Leaf -> (entries that are not finite, norm)."""
+    return {
         name: ((~jnp.isfinite(x)).sum(), jnp.linalg.norm(x.astype(jnp.float32).ravel()))
         for name, x in named_leaves(grads, "/").items()
     }
-    return found, {name: _counted(x, True) for name, x in terms.items()}, gradients
 
 
-def _counted(x: Any, mask: Any) -> tuple[Any, Any, Any]:
+def counted(x: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """(entries that are not finite, smallest and largest of the rest), of those that the mask holds."""
     good = jnp.isfinite(x) & mask
     low, high = jnp.where(good, x, jnp.inf).min(), jnp.where(good, x, -jnp.inf).max()
     return (~jnp.isfinite(x) & mask).sum(), low, high

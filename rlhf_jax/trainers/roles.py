@@ -103,6 +103,16 @@ def initial_policy(config: Config, path: epath.Path, pairs: Sequence[Preference]
     return load_language_model(directory, config.policy)
 
 
+def sft_start(config: Config, pairs: Sequence[Preference]) -> LoadedModel:
+    """The model that fine-tuning begins with."""
+    return adapted(load_policy(config.policy, pairs, config.run.seed), config.lora, config.run.seed)
+
+
+def reward_start(config: Config, policy: LoadedModel) -> LoadedModel:
+    """The model that the reward model's training begins with."""
+    return adapted(load_backbone(config.reward, policy, config.run.seed), config.lora, config.run.seed)
+
+
 def _new_model(shape: Shape, head: str, dtype: str, seed: int) -> tuple[nn.Module, Weights]:
     model = build_model(shape_config(shape), head=head, dtype=dtype)
     return model, FreshWeights(model, seed)

@@ -83,11 +83,16 @@ def sft_loss(
     params: Any, batch: Dialogues, *, model: nn.Module, denominator: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Negative log-likelihood, a sum over response tokens over `denominator`: their count in the batch."""
+    logprobs_NL, target_NL = target_logprobs(params, batch, model=model)
+    return -weighted_sum(logprobs_NL, target_NL / jnp.maximum(denominator, 1)), {}
+
+
+def target_logprobs(params: Any, batch: Dialogues, *, model: nn.Module) -> tuple[jax.Array, jax.Array]:
+    """(log-probabilities of all tokens but the first of a row, True on those that are learnt), [N, L - 1]."""
     tokens_NL, segments_NL, target_NL = (x.reshape(-1, x.shape[-1]) for x in jax.tree.leaves(batch))
     hidden_NLD: Any = model.apply({"params": params}, tokens_NL[:, :-1], segments_NL[:, :-1], method="hidden")
     logprobs_NL, _ = hidden_logprobs(model, params, hidden_NLD, tokens_NL[:, 1:], temperature=1.0)
-    weights_NL = target_NL[:, 1:] / jnp.maximum(denominator, 1)
-    return -weighted_sum(logprobs_NL, weights_NL), {}
+    return logprobs_NL, target_NL[:, 1:]
 
 
 def train_sft(

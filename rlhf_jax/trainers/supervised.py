@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.data.batches import batch_indices, steps_per_epoch
@@ -20,15 +20,16 @@ from rlhf_jax.settings import Reward, Run, Sft
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.processes import is_primary
 from rlhf_jax.sharding.rules import in_view
+from rlhf_jax.trainers.dump import write_dump
 from rlhf_jax.trainers.interrupt import stop_on_signal, stopped
 from rlhf_jax.trainers.optimizer import (
     Diverged,
+    Learning,
     TrainState,
     init_state,
     make_optimizer,
     make_schedule,
     on_base,
-    state_shapes,
     state_shardings,
     update_step,
 )
@@ -73,13 +74,15 @@ def train_supervised(
     done, state, best = checkpoints.resume(steps.shapes) or (0, steps.first_state(), {})
     log.rewind(task.phase, done)
 
+    skipped, dump = False, None
     with Progress(task.phase, shown=is_primary()) as progress, stop_on_signal(run_dir) as stop, checkpoints:
         for number in range(done, total):
             began, compiled = time.perf_counter(), clock.seconds
             index = batch_indices(
                 number, count=task.count, batch_size=settings.batch_size, seed=task.run.seed
             )
-            state, metrics = steps.step(state, task.batch(index, steps.groups), steps.base)
+            batch = task.batch(index, steps.groups)
+            state, metrics = steps.step(state, batch, steps.base)
             numbers = {f"{task.phase}/{name}": value for name, value in jax.device_get(metrics).items()}
             compiling = clock.seconds - compiled
             seconds = time.perf_counter() - began - compiling
@@ -91,24 +94,33 @@ def train_supervised(
                 params = join(steps.base, state.params)
                 held_out = task.evaluate(params)
                 numbers |= {f"{task.phase}/{name}": value for name, value in held_out.items()}
-                if not best or task.goodness(held_out) > task.goodness(best):
+                finite = all(map(math.isfinite, held_out.values()))
+                if finite and (not best or task.goodness(held_out) > task.goodness(best)):
                     best = {**held_out, "step": number + 1}
                     task.save_best(params, best)
             first.done()
             log.write(task.phase, number + 1, numbers)
             progress.update(number + 1, total, numbers)
-            bad, stopping = int(state.bad_steps), stop()
-            if due or last or stopping or bad >= task.run.max_bad_steps:
+            bad, stopping, before = int(state.bad_steps), stop(), skipped
+            skipped, diverged = bad > 0, bad >= task.run.max_bad_steps
+            if skipped and (diverged or not before):
+                dump = write_dump(run_dir, task.phase, number + 1, batch, numbers)
+            if due or last or stopping or diverged:
                 log.flush()
                 checkpoints.save(number + 1, state, best)
-            if bad >= task.run.max_bad_steps:
+            if diverged:
                 checkpoints.wait()
                 raise Diverged(
-                    f"{task.phase}: {bad} updates in a row were not finite; lower {task.phase}.learning_rate"
+                    f"{task.phase}: {bad} updates in a row were not finite; the last good state is saved: "
+                    f"see `rlhf-jax debug {dump}`, or lower {task.phase}.learning_rate"
                 )
             if stopping:
                 checkpoints.wait()
                 stopped(stop, run_dir)
+    if not best:
+        raise Diverged(
+            f"{task.phase}: no evaluation was finite; lower {task.phase}.learning_rate, in another run.dir"
+        )
     return best
 
 
@@ -126,37 +138,49 @@ class _Steps:
 def _make_steps(task: SupervisedTask, start: LoadedModel, view: View, total: int) -> _Steps:
     settings, shards = task.settings, view.batch_shards
     micro_batches = settings.batch_size // (settings.micro_batch_size or settings.batch_size)
-    schedule, tx = _optimizer(settings, total)
-    adapters = getattr(start.model, "lora", None) is not None
-    part = learnt if adapters else lambda tree: tree
-    shapes = part(start.shapes)
-    places = state_shardings(tx, shapes, shardings_of(start.model, shapes, view), view)
+    learns = learning_of(settings, start, view, total)
 
     def step(state: TrainState, batch: Any, base: Any):
         loss = on_base(functools.partial(task.loss, denominator=task.denominator(batch)), base)
-        rate = schedule(state.steps)
-        state, metrics = update_step(tx, loss, state, batch, micro_batch_size=shards)
+        rate = learns.rate(state.steps)
+        state, metrics = update_step(learns.tx, loss, state, batch, micro_batch_size=shards)
         return state, {**metrics, "lr": rate}
 
     return _Steps(
-        step=in_view(view, step, donate_argnums=0, out_shardings=(places, None)),
+        step=in_view(view, step, donate_argnums=0, out_shardings=(learns.places, None)),
         groups=micro_batches * shards,
-        base=start.place(view, frozen) if adapters else None,
-        shapes=state_shapes(tx, shapes, places),
-        first_state=lambda: init_state(tx, start.place(view, part), places),
+        base=base_of(start, view),
+        shapes=state_of(learns, start),
+        first_state=lambda: init_state(learns.tx, start.place(view, _learnt_of(start)), learns.places),
     )
 
 
-def _optimizer(
-    settings: Sft | Reward, total: int
-) -> tuple[optax.Schedule, optax.GradientTransformationExtraArgs]:
-    """(learning rate by step, optimizer) for this many steps."""
+def learning_of(settings: Sft | Reward, start: LoadedModel, view: View, total: int) -> Learning:
+    """How a model learns in so many steps."""
     schedule = make_schedule(
         settings.learning_rate,
         steps=total,
         warmup_steps=round(settings.warmup_fraction * total),
         schedule=settings.schedule,
     )
-    return schedule, make_optimizer(
-        schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
-    )
+    tx = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+    shapes = _learnt_of(start)(start.shapes)
+    return Learning(schedule, tx, state_shardings(tx, shapes, shardings_of(start.model, shapes, view), view))
+
+
+def state_of(learns: Learning, start: LoadedModel) -> TrainState:
+    """What a checkpoint of this model's training is restored to."""
+    return learns.shapes(_learnt_of(start)(start.shapes))
+
+
+def base_of(start: LoadedModel, view: View) -> Any:
+    """What adapters lie beside, where these are what learns; None: all learns."""
+    return start.place(view, frozen) if _has_adapters(start) else None
+
+
+def _learnt_of(start: LoadedModel) -> Callable[[Any], Any]:
+    return learnt if _has_adapters(start) else lambda tree: tree
+
+
+def _has_adapters(start: LoadedModel) -> bool:
+    return getattr(start.model, "lora", None) is not None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.errors import InputError
 from rlhf_jax.metrics import read_metrics
 from rlhf_jax.trainers import pipeline, replay
-from rlhf_jax.trainers.debug import debug, nearest_state
+from rlhf_jax.trainers.debug import debug
 from rlhf_jax.trainers.dump import read_dump, write_dump
+from rlhf_jax.trainers.findings import nearest_state
 from rlhf_jax.trainers.optimizer import Diverged
 from rlhf_jax.trainers.ppo_loop import iterate_with_batch
 from rlhf_jax.trainers.timing import CompileClock, PhaseTimer
@@ -64,21 +66,21 @@ def test_a_run_that_diverges_keeps_its_last_good_state_and_what_it_learnt_from(d
     (saved,) = Checkpoints(diverged, "ppo", keep=2).steps()
     assert saved == max(steps)
     # the first step of the row of bad ones, and those at its end
-    dumped = sorted(int(entry.name) for entry in (diverged / "dumps").iterdir())
+    dumped = sorted(int(entry.name) for entry in (diverged / "dumps" / "ppo").iterdir())
     assert dumped[0] == 3
     assert dumped[-1] in (saved, saved - 1)
-    notes = json.loads((diverged / "dumps" / str(dumped[-1]) / "dump.json").read_text())
+    notes = json.loads((diverged / "dumps" / "ppo" / str(dumped[-1]) / "dump.json").read_text())
     assert notes["nonfinite_gradients"]
     assert set(notes["versions"]) >= {"rlhf_jax", "jax", "numpy"}
     assert notes["metrics"]["critic/bad_steps"] >= 5
 
-    said = debug(diverged / "dumps" / "3", [])
+    said = debug(diverged / "dumps" / "ppo" / "3", [])
     assert "its updates were made from this state" in said
     assert "nan" not in said
     assert "fault reproduced: 8 of 8 updates are not finite" in said
     assert "first that is not finite: input: " in said
     assert "skipped updates: 4 of the actor, 4 of the critic" in said
-    assert cli_says(["debug", str(diverged / "dumps" / str(dumped[-1]))], capsys) == 0
+    assert cli_says(["debug", str(diverged / "dumps" / "ppo" / str(dumped[-1]))], capsys) == 0
 
 
 def cli_says(arguments, capsys):
@@ -155,7 +157,7 @@ def test_a_finite_update_is_told_as_finite(separate):
         assert all(one.finite for one in looked)
     assert looked[0].outputs["ratio"][1:] == pytest.approx((1.0, 1.0), abs=1e-3)
     assert replay.nonfinite_gradients(task, learner, batch) == {}
-    assert replay.first_bad_module(found["actor"], batch, np.arange(4)) is None
+    assert replay.first_bad_module(*replay.calls_of(found["actor"], batch, np.arange(4))) is None
 
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
@@ -166,11 +168,12 @@ def test_a_bad_weight_is_found_by_its_module(separate, kind):
     params = spoiled(state.params, ("layers", "mlp", "down", "kernel"), np.inf)
     learner = dataclasses.replace(learner, **{kind: dataclasses.replace(state, params=params)})
     role = roles(task, learner)[kind]
-    assert list(replay.parameters_of(role)) == [f"{kind}/layers/mlp/down/kernel"]
+    assert list(replay.nonfinite_leaves(role.params)) == [f"{kind}/layers/mlp/down/kernel"]
     looked = next(iter(replay.look(task, role, batch)))
     assert not looked.finite
     rows = replay.order_of(task, batch)[0]
-    assert replay.first_bad_module(role, batch, rows) == f"{kind}: layers_1/mlp/down (Linear.__call__)"
+    found = replay.first_bad_module(*replay.calls_of(role, batch, rows))
+    assert found == f"{kind}: layers_1/mlp/down (Linear.__call__)"
     assert any(
         name.startswith(f"{kind}/layers/") for name in replay.nonfinite_gradients(task, learner, batch)
     )
@@ -193,11 +196,11 @@ def test_a_shared_critic_is_replayed_too(tiny):
 def test_dumps_are_read_as_they_were_written_and_the_newest_are_kept(separate, tmp_path):
     _, _, batch = separate
     for step in (1, 2, 9, 10):
-        write_dump(tmp_path, step, batch, {"critic/loss": np.float32(np.nan), "critic/skipped": 4.0})
-    assert sorted(int(entry.name) for entry in (tmp_path / "dumps").iterdir()) == [2, 9, 10]
-    dump = read_dump(tmp_path / "dumps" / "10")
+        write_dump(tmp_path, "ppo", step, batch, {"critic/loss": np.float32(np.nan), "critic/skipped": 4.0})
+    assert sorted(int(entry.name) for entry in (tmp_path / "dumps" / "ppo").iterdir()) == [2, 9, 10]
+    dump = read_dump(tmp_path / "dumps" / "ppo" / "10")
     assert dump.metrics == {"critic/loss": None, "critic/skipped": 4.0}
-    assert (dump.step, dump.batch.warming_up) == (10, False)
+    assert (dump.phase, dump.step, dump.batch.warming_up) == ("ppo", 10, False)
     jax.tree.map(np.testing.assert_array_equal, dump.batch.experience, jax.device_get(batch.experience))
     key = jax.random.key_data(dump.batch.shuffle_key)
     np.testing.assert_array_equal(key, jax.random.key_data(batch.shuffle_key))
@@ -206,9 +209,9 @@ def test_dumps_are_read_as_they_were_written_and_the_newest_are_kept(separate, t
 @pytest.mark.parametrize("damage", ["no dump", "cut short", "an array is missing"])
 def test_what_is_no_dump_is_refused_in_one_line(separate, tmp_path, damage):
     _, _, batch = separate
-    place = tmp_path / "dumps" / "1"
+    place = tmp_path / "dumps" / "ppo" / "1"
     if damage != "no dump":
-        write_dump(tmp_path, 1, batch, {})
+        write_dump(tmp_path, "ppo", 1, batch, {})
     if damage == "cut short":
         (place / "arrays.npz").write_bytes((place / "arrays.npz").read_bytes()[:200])
     if damage == "an array is missing":
@@ -218,18 +221,43 @@ def test_what_is_no_dump_is_refused_in_one_line(separate, tmp_path, damage):
 
 
 def test_a_dump_without_its_run_is_refused(separate, tmp_path):
-    write_dump(tmp_path, 1, separate[2], {})
+    write_dump(tmp_path, "ppo", 1, separate[2], {})
     with pytest.raises(InputError, match=r"has no config\.yaml"):
-        debug(tmp_path / "dumps" / "1", [])
+        debug(tmp_path / "dumps" / "ppo" / "1", [])
 
 
 def test_the_nearest_state_is_the_one_with_the_fewest_updates_between():
-    records = [
-        {"phase": "ppo", "step": step, "actor/optimizer_steps": n, "critic/optimizer_steps": n}
-        for step, n in ((1, 2), (2, 2), (3, 0), (4, 0), (5, 2))
-    ]
-    assert nearest_state([1, 2], records, 3) == (2, 0)
-    assert nearest_state([1, 4], records, 3) == (4, 0)  # nothing was learnt in between
-    assert nearest_state([1, 5], records, 3)[1] == 4
+    taken = {1: 4, 2: 4, 3: 0, 4: 0, 5: 4}
+    assert nearest_state([1, 2], taken, 3) == (2, 0)
+    assert nearest_state([1, 4], taken, 3) == (4, 0)  # nothing was learnt in between
+    assert nearest_state([1, 5], taken, 3)[1] == 4
     with pytest.raises(InputError, match="no checkpoint"):
-        nearest_state([], records, 3)
+        nearest_state([], taken, 3)
+
+
+@pytest.mark.parametrize(("phase", "layout"), [("sft", SMALL), ("reward", ["lora.rank=2"])])
+def test_fine_tuning_and_the_reward_model_leave_dumps_too(tiny, tmp_path, phase, layout, capsys):
+    """The first update throws the weights so far that the second forward pass overflows."""
+    rate = [f"{phase}.learning_rate=1e30", f"{phase}.schedule=constant", f"{phase}.warmup_fraction=0"]
+    config = tiny(*layout, *rate, "sft.epochs=" + "01"[phase == "sft"], "run.max_bad_steps=3")
+    with pytest.raises(Diverged, match=f"3 updates in a row .*rlhf-jax debug .*/dumps/{phase}/4`"):
+        {"sft": pipeline.sft, "reward": pipeline.reward}[phase](config)
+    dumps = tmp_path / "run" / "dumps" / phase
+    assert sorted(entry.name for entry in dumps.iterdir()) == ["2", "4"]
+    assert cli_says(["debug", str(dumps / "4")], capsys) == 0
+    said = debug(dumps / "2", [])
+    assert "its updates were made from this state" in said
+    assert "fault reproduced: 1 of 1 updates are not finite" in said
+    assert re.search(r"first that is not finite: (output|gradient) of ", said), said
+    assert {"sft": "log-probabilities", "reward": "scores"}[phase] in said
+    np.savez(dumps / "2" / "arrays.npz", tokens_GRL=np.zeros(1))
+    with pytest.raises(InputError, match=f"has other arrays than a batch of {phase}; it is damaged"):
+        debug(dumps / "2", [])
+
+
+def test_an_evaluation_that_is_not_finite_is_never_the_best(tiny, tmp_path):
+    """The checkpoint's JSON refused it with a traceback."""
+    rate = ["reward.learning_rate=1e30", "reward.schedule=constant", "reward.warmup_fraction=0"]
+    with pytest.raises(Diverged, match=r"reward: no evaluation was finite; lower reward\.learning_rate"):
+        pipeline.reward(tiny("lora.rank=2", *rate, "run.max_bad_steps=100"))
+    assert not (tmp_path / "run" / "best_reward_model").exists()
