@@ -9,12 +9,10 @@ With several processes all of them save and restore, each the shards that its de
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ from etils import epath
 
 from rlhf_jax.checksums import MANIFEST, damage, write_checksums
 from rlhf_jax.errors import InputError, first_line
+from rlhf_jax.quiet import say_each_fault_once
 from rlhf_jax.sharding import offload
 from rlhf_jax.sharding.processes import agreed, barrier, is_primary, on_primary
 from rlhf_jax.storage import free_bytes, full
@@ -49,7 +48,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: os.PathLike | str, phase: str, *, keep: int):
         """Keep the newest `keep` checkpoints."""
-        _say_each_fault_once()
+        say_each_fault_once()
         directory = epath.Path(run_dir) / "checkpoints" / phase
         if "://" not in str(run_dir):
             directory = epath.Path(os.path.abspath(directory))
@@ -299,24 +298,6 @@ def _check_client(run_dir: os.PathLike | str) -> None:
         raise InputError(
             f"run.dir={run_dir}: checkpoints there need google-cloud-storage ({error}); install it with pip"
         ) from error
-
-
-@functools.cache
-def _say_each_fault_once() -> None:
-    """Orbax logs each file, and each error before it raises it.
-
-    Where one write fails, those under way end later, in threads of tensorstore's: nobody waits for their
-    errors any more, and the event loop that they report to is closed.
-    """
-    for library in ("absl", "asyncio"):
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-    tell = sys.unraisablehook
-
-    def unless_the_loop_is_closed(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            tell(unraisable)
-
-    sys.unraisablehook = unless_the_loop_is_closed
 
 
 def machine() -> dict[str, Any]:
