@@ -19,6 +19,7 @@ FLOORS = (
         "layouts",
         "checks",
         "config",
+        "quiet",
         "records",
         "storage",
         "text_statistics",
