@@ -63,8 +63,7 @@ def make_step(start: LoadedModel, settings: Reward, view: Any) -> tuple[Any, Any
     places = state_shardings(tx, start.shapes, shardings_of(start.model, start.shapes, view), view)
 
     def step(state, batch):
-        pairs = batch.last_GP2.size // 2
-        loss = functools.partial(reward_loss, model=start.model, settings=settings, denominator=pairs)
+        loss = functools.partial(reward_loss, model=start.model, settings=settings, denominator=batch.count)
         return update_step(tx, loss, state, batch, micro_batch_size=view.batch_shards)
 
     step = in_view(view, step, donate_argnums=0, out_shardings=(places, None))

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 import jax
 from etils import epath
 
-from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.checks import check, check_devices
 from rlhf_jax.config import load_config
+from rlhf_jax.data.preferences import Preference
 from rlhf_jax.errors import InputError
-from rlhf_jax.metrics import read_metrics
 from rlhf_jax.rollout.reward_function import RewardFunction
 from rlhf_jax.rollout.reward_model import Scale
 from rlhf_jax.run_directory import differing_settings
@@ -20,7 +19,7 @@ from rlhf_jax.settings import Config
 from rlhf_jax.sharding.placement import make_views
 from rlhf_jax.trainers import inputs, replay, roles
 from rlhf_jax.trainers.dump import Dump, read_dump
-from rlhf_jax.trainers.findings import bad_names, look_lines, nearest_state, rows_of, state_line, verdict
+from rlhf_jax.trainers.findings import bad_names, look_lines, nearest_checkpoint, rows_of, verdict
 from rlhf_jax.trainers.health import PHASE
 from rlhf_jax.trainers.ppo_setup import make_evaluator, make_ppo_task
 from rlhf_jax.trainers.ppo_task import PpoTask
@@ -38,9 +37,9 @@ def debug(path: Any, overrides: Sequence[str]) -> str:
     """
     dump = read_dump(epath.Path(path).expanduser().absolute() if "://" not in str(path) else path)
     config = _config_of(dump, overrides)
-    if dump.phase != PHASE:
-        return explain_supervised(config, dump, _first_policy(config, dump))
-    return explain(_task_of(config, dump), dump)
+    if dump.phase == PHASE:
+        return explain(_task_of(config, dump), dump)
+    return explain_supervised(config, dump, _start_of(config, dump))
 
 
 def explain(task: PpoTask, dump: Dump) -> str:
@@ -48,19 +47,13 @@ def explain(task: PpoTask, dump: Dump) -> str:
 
     For modules of your own: `task` from `own_policy_task`, `dump` from `read_dump`.
     """
-    checkpoints = Checkpoints(dump.run_dir, PHASE, keep=task.config.run.keep)
-    taken = {
-        r["step"]: int((r.get("actor/optimizer_steps") or 0) + (r.get("critic/optimizer_steps") or 0))
-        for r in read_metrics(dump.run_dir)
-        if r["phase"] == PHASE
-    }
-    step, moved = nearest_state(checkpoints.steps(), taken, dump.step)
+    checkpoints, step, state_line = nearest_checkpoint(dump, task.config.run.keep)
     learner, _ = checkpoints.restore(step, task.steps.learner_shapes)
     skipped = {r: int(dump.metrics.get(f"{r}/skipped") or 0) for r in ("actor", "critic")}
     lines = [
         f"dump        {dump.path}: iteration {dump.step}, skipped updates: "
         + ", ".join(f"{count} of the {role}" for role, count in skipped.items()),
-        state_line(checkpoints.directory / str(step), moved),
+        state_line,
     ]
     given = replay.inputs_of(dump.batch)
     lines += ["", "what the batch came with, at response tokens", *rows_of(given)]
@@ -82,7 +75,7 @@ def _causes(task: PpoTask, role: replay.Role, dump: Dump, looked: replay.Looked)
     found = [f"parameter {name} of the {role.name}" for name in replay.nonfinite_leaves(role.params)]
     if any(bad for bad, *_ in looked.outputs.values()):
         rows = replay.order_of(task, dump.batch)[looked.minibatch]
-        module = replay.first_bad_module(*replay.calls_of(role, dump.batch, rows))
+        module = replay.first_bad_module(role, dump.batch, rows)
         found += [f"output of {module}"] if module else []
     found += bad_names(looked.outputs, f"{{name}} of the {role.name}")
     found += bad_names(looked.terms, f"{{name}} in the loss of the {role.name}")
@@ -103,18 +96,22 @@ def _config_of(dump: Dump, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _first_policy(config: Config, dump: Dump) -> LoadedModel:
-    """The policy that the dumped phase began with."""
-    needs_pairs = config.policy.model == roles.NEW
-    pairs = inputs.read_pairs(config.data, config.run.seed).train if needs_pairs else ()
+def _start_of(config: Config, dump: Dump) -> LoadedModel:
+    """The model that fine-tuning or the reward model's training began with."""
     if dump.phase == "sft":
-        return roles.load_policy(config.policy, pairs, config.run.seed)
-    return roles.initial_policy(config, dump.run_dir, pairs)
+        return roles.sft_start(config, _pairs_of(config))
+    return roles.reward_start(config, roles.initial_policy(config, dump.run_dir, _pairs_of(config)))
+
+
+def _pairs_of(config: Config) -> Sequence[Preference]:
+    """What a new policy's tokenizer was trained on."""
+    needed = config.policy.model == roles.NEW
+    return inputs.read_pairs(config.data, config.run.seed).train if needed else ()
 
 
 def _task_of(config: Config, dump: Dump) -> PpoTask:
     """The PPO task that the configuration describes, without its reward and its prompts."""
-    policy = _first_policy(config, dump)
+    policy = roles.initial_policy(config, dump.run_dir, _pairs_of(config))
     reward = roles.trained_reward_model(config, dump.run_dir) if config.critic.init == "reward" else None
     views = make_views(config)
     evaluator = make_evaluator(config, policy, RewardFunction(_unused), Scale(), views, None)

@@ -31,6 +31,7 @@ from rlhf_jax.versions import versions
 log = logging.getLogger("rlhf_jax")
 
 DUMPS, ARRAYS, NOTES = "dumps", "arrays.npz", "dump.json"
+PHASES = ("sft", "reward", PHASE)
 KEPT = 3  # newest dumps of a phase
 
 
@@ -106,8 +107,11 @@ def read_dump(path: Any) -> Dump:
         notes = json.loads((place / NOTES).read_text())
         with np.load(io.BytesIO((place / ARRAYS).read_bytes()), allow_pickle=False) as file:
             arrays: dict[str, Any] = {name: file[name] for name in file.files}
-        batch = _unpacked(arrays, notes) if notes["phase"] == PHASE else arrays
-        return Dump(place, notes["phase"], int(notes["step"]), batch, dict(notes["metrics"]))
+        phase = notes["phase"]
+        if phase not in PHASES:
+            raise ValueError(f"it is of {phase!r}, not of {', '.join(PHASES)}")
+        batch = _unpacked(arrays, notes) if phase == PHASE else arrays
+        return Dump(place, phase, int(notes["step"]), batch, dict(notes["metrics"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{place} cannot be read ({error!r}); it is damaged, take another dump") from None
 

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.errors import InputError
+from rlhf_jax.metrics import read_metrics
+from rlhf_jax.trainers.dump import Dump
+from rlhf_jax.trainers.health import PHASE
 from rlhf_jax.trainers.replay import Finite, Looked
 
 
-def nearest_state(steps: Sequence[int], taken: Mapping[int, int], step: int) -> tuple[int, int]:
+def nearest_checkpoint(dump: Dump, keep: int) -> tuple[Checkpoints, int, str]:
+    """(the dumped phase's checkpoints, the one nearest to the dump, a line that says how near)."""
+    checkpoints = Checkpoints(dump.run_dir, dump.phase, keep=keep)
+    records = [record for record in read_metrics(dump.run_dir) if record["phase"] == dump.phase]
+    step, moved = nearest_state(checkpoints.steps(), records, dump.step)
+    exact = "its updates were made from this state" if not moved else f"{moved} updates lie between the two"
+    return checkpoints, step, f"state       {checkpoints.directory / str(step)}: {exact}"
+
+
+def nearest_state(steps: Sequence[int], records: Sequence[dict[str, Any]], step: int) -> tuple[int, int]:
     """(checkpoint, updates between its state and that of the dumped step).
 
     Args:
-      steps: of the checkpoints.   taken: step -> optimizer steps taken in it.   step: of the dump.
+      steps: of the checkpoints.   records: of metrics.jsonl, of the dump's phase.   step: of the dump.
     Raises:
       InputError: no checkpoint at all.
     """
     if not steps:
         raise InputError("the run has no checkpoint; its dump cannot be replayed")
+    taken = {record["step"]: _updates(record) for record in records}
 
     def between(checkpoint: int) -> int:
         low, high = sorted((checkpoint, step))
@@ -28,9 +43,12 @@ def nearest_state(steps: Sequence[int], taken: Mapping[int, int], step: int) -> 
     return min(((s, between(s)) for s in steps), key=lambda pair: (pair[1], abs(pair[0] - step)))
 
 
-def state_line(place: object, moved: int) -> str:
-    exact = "its updates were made from this state" if not moved else f"{moved} updates lie between the two"
-    return f"state       {place}: {exact}"
+def _updates(record: dict[str, Any]) -> int:
+    """Optimizer steps that were taken in a step of a run."""
+    phase = record["phase"]
+    if phase != PHASE:
+        return 1 - int(record.get(f"{phase}/skipped") or 0)
+    return sum(int(record.get(f"{role}/optimizer_steps") or 0) for role in ("actor", "critic"))
 
 
 def look_lines(looked: Looked) -> list[str]:

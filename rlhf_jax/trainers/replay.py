@@ -161,67 +161,60 @@ def look(task: PpoTask, role: Role, batch: Batch) -> Iterator[Looked]:
     kl_coef = put(np.asarray(fetch(batch.kl_coef)), replicated(role.view))
     measured = in_view(role.view, functools.partial(_measured, role, task.config.ppo.micro_batch_size))
     for number, rows in enumerate(order_of(task, batch)):
-        found = fetch(measured(role.params, role.base, kl_coef, experience, rows))
-        outputs, terms, gradients = jax.tree.map(lambda x: x.item(), found)
-        terms["loss"] = terms.pop("loss")  # what the terms add up to stands behind them
-        yield Looked(number, outputs, terms, {name: tuple(pair) for name, pair in gradients.items()})
+        yield looked(number, measured(role.params, role.base, kl_coef, experience, rows))
 
 
 def nonfinite_gradients(task: PpoTask, learner: Learner, batch: Batch) -> dict[str, int]:
     """Leaf -> entries of its gradient that are not finite, in each role's first minibatch that has such."""
     found: dict[str, int] = {}
     for role in roles_of(task, learner, warming_up=batch.warming_up):
-        for looked in look(task, role, batch):
-            bad = {name: count for name, (count, _) in looked.gradients.items() if count}
+        for one in look(task, role, batch):
+            bad = {name: count for name, (count, _) in one.gradients.items() if count}
             if bad:
                 found |= bad
                 break
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """A model's call on tokens."""
-
-    name: str
-    module: nn.Module
-    method: str | None
-    params: Any
-    tokens_BS: jax.Array
-    mask_BS: jax.Array  # bool, or segments
-
-
-def calls_of(role: Role, batch: Batch, rows: np.ndarray) -> list[Applied]:
-    """The model calls of a role's update on some rows of a batch."""
-    minibatch = _placed(jax.tree.map(lambda x: np.asarray(fetch(x))[rows], batch.experience), role.view)
-    rollout, whole = minibatch.rollout, role.whole(role.params, role.base)
-    return [
-        Applied(name, module, method, whole[name], rollout.tokens_BS, rollout.mask_BS)
-        for name, module, method in role.modules
-    ]
-
-
-def first_bad_module(*calls: Applied) -> str | None:
+def first_bad_module(role: Role, batch: Batch, rows: np.ndarray) -> str | None:
     """The innermost module whose output is the first that is not finite at a valid token; layer after layer.
 
     For one process: the modules run one operation after another.
     """
+    minibatch = _placed(jax.tree.map(lambda x: np.asarray(fetch(x))[rows], batch.experience), role.view)
+    rollout, whole = minibatch.rollout, role.whole(role.params, role.base)
+    for name, scanned, method in role.modules:
+        module, params = layer_by_layer(scanned, whole[name])
+        run = functools.partial(
+            module.apply, {"params": params}, rollout.tokens_BS, rollout.mask_BS, method=method
+        )
+        if found := first_bad_output(run, rollout.mask_BS):
+            return f"{name}: {found}"
+    return None
+
+
+def layer_by_layer(module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    """A model whose layers are modules of their own, and its parameters."""
+    if not getattr(module, "scan_layers", False):
+        return module, params
+    plain: dict[str, Any] = {"remat": "none"} if hasattr(module, "remat") else {}
+    return module.clone(scan_layers=False, **plain), unstack_layers(params)
+
+
+def first_bad_output(run: Callable[[], Any], valid_BS: Any) -> str | None:
+    """The innermost module under `run` whose output is the first that is not finite at a valid token."""
+    valid_BS = np.asarray(valid_BS)
     found: list[str] = []
-    for call in calls:
-        valid_BS, module, params = np.asarray(call.mask_BS) != 0, call.module, call.params
-        if getattr(module, "scan_layers", False):
-            plain: dict[str, Any] = {"remat": "none"} if hasattr(module, "remat") else {}
-            module, params = module.clone(scan_layers=False, **plain), unstack_layers(params)
 
-        def watch(run, args, kwargs, context, name=call.name, valid_BS=valid_BS):
-            out = run(*args, **kwargs)
-            if not found and not all(_finite(leaf, valid_BS) for leaf in jax.tree.leaves(out)):
-                path = "/".join(map(str, context.module.path)) or "the whole"
-                found.append(f"{name}: {path} ({type(context.module).__name__}.{context.method_name})")
-            return out
+    def watch(call, args, kwargs, context):
+        out = call(*args, **kwargs)
+        if not found and not all(_finite(leaf, valid_BS) for leaf in jax.tree.leaves(out)):
+            path = "/".join(map(str, context.module.path)) or "the whole"
+            found.append(f"{path} ({type(context.module).__name__}.{context.method_name})")
+        return out
 
-        with nn.intercept_methods(watch):
-            module.apply({"params": params}, call.tokens_BS, call.mask_BS, method=call.method)
+    with nn.intercept_methods(watch):
+        run()
     return found[0] if found else None
 
 
@@ -251,33 +244,50 @@ def inputs_of(batch: Batch) -> Finite:
 
 def nonfinite_leaves(params: Any) -> dict[str, int]:
     """Leaf -> entries that are not finite, where there are such."""
-    counted = jax.jit(lambda tree: jax.tree.map(lambda x: (~jnp.isfinite(x)).sum(), tree))(params)
-    return {name: int(bad) for name, bad in named_leaves(fetch(counted), "/").items() if bad}
+    bad_entries = jax.jit(lambda tree: jax.tree.map(lambda x: (~jnp.isfinite(x)).sum(), tree))(params)
+    return {name: int(bad) for name, bad in named_leaves(fetch(bad_entries), "/").items() if bad}
 
 
 def _measured(role: Role, micro_batch_size: int | None, params, base, kl_coef, experience, rows):
     minibatch = jax.tree.map(lambda x: x[rows], experience)
-    denominator = counts(minibatch.rollout.mask_BT)
+    mask_BT = minibatch.rollout.mask_BT
 
     def loss(params, minibatch):
         out = role.outputs(role.whole(params, base), minibatch)
-        value, metrics = role.loss(out, minibatch, kl_coef, denominator)
-        return value, metrics | {"loss": value}
+        return role.loss(out, minibatch, kl_coef, counts(mask_BT))
 
-    (_, terms), grads = accumulate(loss, params, minibatch, micro_batch_size)
     out = role.outputs(role.whole(params, base), minibatch)
     if "log-probabilities" in out:
         out["ratio"] = jnp.exp(out["log-probabilities"] - minibatch.old_logprobs_BT)
-    found = {name: counted(x_BT, minibatch.rollout.mask_BT) for name, x_BT in out.items()}
-    return found, {name: counted(x, True) for name, x in terms.items()}, counted_gradients(grads)
+    outputs = {name: (x_BT, mask_BT) for name, x_BT in out.items()}
+    return counted_update(loss, params, minibatch, micro_batch_size, outputs)
 
 
-def counted_gradients(grads: Any) -> dict[str, tuple[Any, Any]]:
-    """Leaf -> (entries that are not finite, norm)."""
-    return {
+def counted_update(
+    loss: Any, params: Any, batch: Any, micro_batch_size: int | None, outputs: dict[str, tuple[Any, Any]]
+) -> tuple[Any, Any, Any]:
+    """Outputs, terms of the loss and gradients of an update, as a Looked has them but on the devices.
+
+    Args:
+      outputs: name -> (array, mask).
+    """
+    (value, terms), grads = accumulate(loss, params, batch, micro_batch_size)
+    gradients = {
         name: ((~jnp.isfinite(x)).sum(), jnp.linalg.norm(x.astype(jnp.float32).ravel()))
         for name, x in named_leaves(grads, "/").items()
     }
+    return (
+        {name: counted(x, mask) for name, (x, mask) in outputs.items()},
+        {name: counted(x, True) for name, x in (terms | {"loss": value}).items()},
+        gradients,
+    )
+
+
+def looked(minibatch: int, found: tuple[Any, Any, Any]) -> Looked:
+    """What `counted_update` found, brought to the host."""
+    outputs, terms, gradients = jax.tree.map(lambda x: x.item(), fetch(found))
+    terms["loss"] = terms.pop("loss")  # what the terms add up to stands behind them
+    return Looked(minibatch, outputs, terms, {name: tuple(pair) for name, pair in gradients.items()})
 
 
 def counted(x: Any, mask: Any) -> tuple[Any, Any, Any]:

@@ -41,6 +41,11 @@ class PairBatch:
     segments_GRL: jax.Array
     last_GP2: jax.Array  # the cell of the last token of chosen and rejected
 
+    @property
+    def count(self) -> int:
+        """Pairs: what a batch's loss is a mean over."""
+        return self.last_GP2.size // 2
+
 
 @dataclasses.dataclass(frozen=True)
 class RenderedPair:
@@ -183,7 +188,6 @@ def train_reward_model(
         rows="pairs",
         batch=batch,
         loss=loss,
-        denominator=lambda batch: batch.last_GP2.size // 2,
         evaluate=evaluate,
         goodness=lambda numbers: numbers["validation_accuracy"],
         save_best=save_best,

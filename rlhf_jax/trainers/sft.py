@@ -40,6 +40,11 @@ class Dialogues:
     segments_GRL: jax.Array
     target_GRL: jax.Array  # True on the responses, their EOS included: the tokens that are learnt
 
+    @property
+    def count(self) -> jax.Array:
+        """Tokens that are learnt: what a batch's loss is a mean over."""
+        return self.target_GRL.sum()
+
 
 @dataclasses.dataclass(frozen=True)
 class RenderedDialogue:
@@ -128,7 +133,7 @@ def train_sft(
         return sft_loss(params, batch, model=model, denominator=denominator)
 
     def total_nats(params, batch):
-        return loss(params, batch, denominator=jnp.float32(1))[0], batch.target_GRL.sum()
+        return loss(params, batch, denominator=jnp.float32(1))[0], batch.count
 
     total_nats = in_view(view, total_nats)
 
@@ -152,7 +157,6 @@ def train_sft(
         rows="dialogues",
         batch=lambda index, groups: dialogue_batch([dialogues[i] for i in index], width, view, groups),
         loss=loss,
-        denominator=lambda batch: batch.target_GRL.sum(),
         evaluate=evaluate,
         goodness=lambda numbers: -numbers["validation_loss"],
         save_best=save_best,

@@ -46,9 +46,9 @@ class SupervisedTask:
     run: Run
     count: int  # training rows
     rows: str  # what a row is called in messages
-    batch: Callable[[np.ndarray, int], Any]  # (row numbers, groups) -> a batch on the devices, [groups, ...]
+    batch: Callable[[np.ndarray, int], Any]  # (row numbers, groups) -> a batch on the devices, [groups, ...];
+    # its `count` is the loss's denominator
     loss: Callable[..., Any]  # (params, groups of a batch, denominator=) -> (loss, metrics), sums over groups
-    denominator: Callable[[Any], Any]  # the whole batch's
     evaluate: Callable[[Any], dict[str, float]]  # params -> numbers on held-out rows
     goodness: Callable[[dict[str, float]], float]  # of those numbers; the highest is kept
     save_best: Callable[[Any, dict[str, float]], None]  # exports parameters with the numbers
@@ -74,7 +74,6 @@ def train_supervised(
     done, state, best = checkpoints.resume(steps.shapes) or (0, steps.first_state(), {})
     log.rewind(task.phase, done)
 
-    skipped, dump = False, None
     with Progress(task.phase, shown=is_primary()) as progress, stop_on_signal(run_dir) as stop, checkpoints:
         for number in range(done, total):
             began, compiled = time.perf_counter(), clock.seconds
@@ -101,9 +100,9 @@ def train_supervised(
             first.done()
             log.write(task.phase, number + 1, numbers)
             progress.update(number + 1, total, numbers)
-            bad, stopping, before = int(state.bad_steps), stop(), skipped
-            skipped, diverged = bad > 0, bad >= task.run.max_bad_steps
-            if skipped and (diverged or not before):
+            bad, stopping = int(state.bad_steps), stop()
+            diverged, dump = bad >= task.run.max_bad_steps, None
+            if bad == 1 or diverged:
                 dump = write_dump(run_dir, task.phase, number + 1, batch, numbers)
             if due or last or stopping or diverged:
                 log.flush()
@@ -141,7 +140,7 @@ def _make_steps(task: SupervisedTask, start: LoadedModel, view: View, total: int
     learns = learning_of(settings, start, view, total)
 
     def step(state: TrainState, batch: Any, base: Any):
-        loss = on_base(functools.partial(task.loss, denominator=task.denominator(batch)), base)
+        loss = on_base(functools.partial(task.loss, denominator=batch.count), base)
         rate = learns.rate(state.steps)
         state, metrics = update_step(learns.tx, loss, state, batch, micro_batch_size=shards)
         return state, {**metrics, "lr": rate}

@@ -157,7 +157,7 @@ def test_a_finite_update_is_told_as_finite(separate):
         assert all(one.finite for one in looked)
     assert looked[0].outputs["ratio"][1:] == pytest.approx((1.0, 1.0), abs=1e-3)
     assert replay.nonfinite_gradients(task, learner, batch) == {}
-    assert replay.first_bad_module(*replay.calls_of(found["actor"], batch, np.arange(4))) is None
+    assert replay.first_bad_module(found["actor"], batch, np.arange(4)) is None
 
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
@@ -172,8 +172,7 @@ def test_a_bad_weight_is_found_by_its_module(separate, kind):
     looked = next(iter(replay.look(task, role, batch)))
     assert not looked.finite
     rows = replay.order_of(task, batch)[0]
-    found = replay.first_bad_module(*replay.calls_of(role, batch, rows))
-    assert found == f"{kind}: layers_1/mlp/down (Linear.__call__)"
+    assert replay.first_bad_module(role, batch, rows) == f"{kind}: layers_1/mlp/down (Linear.__call__)"
     assert any(
         name.startswith(f"{kind}/layers/") for name in replay.nonfinite_gradients(task, learner, batch)
     )
@@ -206,7 +205,7 @@ def test_dumps_are_read_as_they_were_written_and_the_newest_are_kept(separate, t
     np.testing.assert_array_equal(key, jax.random.key_data(batch.shuffle_key))
 
 
-@pytest.mark.parametrize("damage", ["no dump", "cut short", "an array is missing"])
+@pytest.mark.parametrize("damage", ["no dump", "cut short", "an array is missing", "of no phase"])
 def test_what_is_no_dump_is_refused_in_one_line(separate, tmp_path, damage):
     _, _, batch = separate
     place = tmp_path / "dumps" / "ppo" / "1"
@@ -214,6 +213,9 @@ def test_what_is_no_dump_is_refused_in_one_line(separate, tmp_path, damage):
         write_dump(tmp_path, "ppo", 1, batch, {})
     if damage == "cut short":
         (place / "arrays.npz").write_bytes((place / "arrays.npz").read_bytes()[:200])
+    if damage == "of no phase":
+        notes = json.loads((place / "dump.json").read_text())
+        (place / "dump.json").write_text(json.dumps(notes | {"phase": "eval"}))
     if damage == "an array is missing":
         np.savez(place / "arrays.npz", kl_coef=np.float32(1))
     with pytest.raises(InputError, match="is no dump" if damage == "no dump" else "damaged"):
@@ -227,12 +229,18 @@ def test_a_dump_without_its_run_is_refused(separate, tmp_path):
 
 
 def test_the_nearest_state_is_the_one_with_the_fewest_updates_between():
-    taken = {1: 4, 2: 4, 3: 0, 4: 0, 5: 4}
-    assert nearest_state([1, 2], taken, 3) == (2, 0)
-    assert nearest_state([1, 4], taken, 3) == (4, 0)  # nothing was learnt in between
-    assert nearest_state([1, 5], taken, 3)[1] == 4
+    records = [
+        {"phase": "ppo", "step": step, "actor/optimizer_steps": n, "critic/optimizer_steps": n}
+        for step, n in ((1, 2), (2, 2), (3, 0), (4, 0), (5, 2))
+    ]
+    assert nearest_state([1, 2], records, 3) == (2, 0)
+    assert nearest_state([1, 4], records, 3) == (4, 0)  # nothing was learnt in between
+    assert nearest_state([1, 5], records, 3)[1] == 4
     with pytest.raises(InputError, match="no checkpoint"):
-        nearest_state([], taken, 3)
+        nearest_state([], records, 3)
+    steps = [{"phase": "sft", "step": step, "sft/skipped": step in (2, 3)} for step in (1, 2, 3, 4)]
+    assert nearest_state([1, 4], steps, 3) == (1, 0)
+    assert nearest_state([4], steps, 3) == (4, 1)
 
 
 @pytest.mark.parametrize(("phase", "layout"), [("sft", SMALL), ("reward", ["lora.rank=2"])])

@@ -69,12 +69,18 @@ def test_micro_batches_add_up_to_the_whole_batch(micro_batch_size):
 
 
 def small_state(learning_rate=0.1, weight_decay=0.0):
-    tx = make_optimizer(optax.constant_schedule(learning_rate), weight_decay=weight_decay, max_grad_norm=1.0)
     params = {"kernel": jnp.ones(3), "scale": jnp.ones(3)}
     view = training_view({"data": 8, "fsdp": 1, "tensor": 1})
     axes = {"kernel": ("embed",), "scale": ("norm",)}
-    shardings = state_shardings(tx, params, parameter_shardings(view, axes, params), view)
-    return tx, init_state(tx, jax.device_put(params, shardings.params), shardings)
+    tx, state, _ = placed_state(view, params, axes, learning_rate, weight_decay)
+    return tx, state
+
+
+def placed_state(view, params, axes, learning_rate=0.1, weight_decay=0.0):
+    """(optimizer, state in this view, its shardings)."""
+    tx = make_optimizer(optax.constant_schedule(learning_rate), weight_decay=weight_decay, max_grad_norm=1.0)
+    places = state_shardings(tx, params, parameter_shardings(view, axes, params), view)
+    return tx, init_state(tx, jax.device_put(params, places.params), places), places
 
 
 def constant_gradient(params, slope):
@@ -128,11 +134,7 @@ def test_no_device_waits_for_another_inside_the_condition():
     """Collectives in a branch held up virtual CPU devices for ever."""
     view = training_view({"data": 2, "fsdp": 2, "tensor": 2})
     params = {"kernel": jnp.ones((8, 16))}
-    tx = make_optimizer(optax.constant_schedule(0.1), weight_decay=0.1, max_grad_norm=1.0)
-    places = state_shardings(
-        tx, params, parameter_shardings(view, {"kernel": ("embed", "mlp")}, params), view
-    )
-    state = init_state(tx, jax.device_put(params, places.params), places)
+    tx, state, places = placed_state(view, params, {"kernel": ("embed", "mlp")}, weight_decay=0.1)
 
     def loss(params, rows):
         return ((rows @ params["kernel"]) ** 2).sum(), {}
@@ -154,11 +156,7 @@ def test_moments_lie_where_their_parameters_lie():
     """jit(tx.init) put Adam's moments of all parameters on one device."""
     view = training_view({"data": 1, "fsdp": 4, "tensor": 2})
     params = {"kernel": jnp.zeros((8, 16))}
-    tx = make_optimizer(optax.constant_schedule(0.1), weight_decay=0.0, max_grad_norm=1.0)
-    places = state_shardings(
-        tx, params, parameter_shardings(view, {"kernel": ("embed", "mlp")}, params), view
-    )
-    state = init_state(tx, jax.device_put(params, places.params), places)
+    _, state, _ = placed_state(view, params, {"kernel": ("embed", "mlp")})
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (8, 16)]
     assert len(moments) == 2
     for moment in moments:
