@@ -260,11 +260,14 @@ def test_an_exception_in_a_reward_function_changes_nothing(environment, tmp_path
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_again_and_again_ends_each_start_with_one_line(in_peace, environment, tmp_path):
-    """The longest file that may be written: an export, a checkpoint, and at the end a picture are longer."""
+    """The longest file that may be written: an export, checkpoints, and at the end a picture are longer.
+
+    How many files hold a checkpoint, and so how long they are, depends on when its threads flush.
+    """
     directory = tmp_path / "run"
     config, said = write_config(directory), []
     with ForkServer(environment) as server:
-        for longest in (20_000, 32_000, 100_000, 200_000):
+        for longest in (20_000, 32_000, 50_000, 200_000):
             log = tmp_path / f"{longest}.log"
             server.start(["run", str(config)], log, longest=longest)
             code, text = server.wait(), log.read_text()
@@ -277,7 +280,8 @@ def test_a_disk_that_is_full_again_and_again_ends_each_start_with_one_line(in_pe
             said.append(line)
         server.start(["run", str(config)], tmp_path / "log")
         assert server.wait() == 0, (tmp_path / "log").read_text()
-    assert ["checkpoints/" in line for line in said] == [False, True, True, False], said
+    export, *states, picture = ("checkpoints/" in line for line in said)
+    assert any(states) and not export and not picture, said
     assert_same(directory, in_peace)
 
 
