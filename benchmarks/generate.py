@@ -112,23 +112,24 @@ def matrix_products(job: Job, rows: int) -> Callable[[], jax.Array]:
     arrays = [leaf for leaf, _ in kernels]
     inputs = [jnp.ones((rows, *(leaf.shape[axis] for axis in axes)), dtype) for leaf, axes in kernels]
     length = job.prompts.tokens_BP.shape[1] + job.response
-    cache = [jnp.ones((rows, K, length, c.head_dim), dtype) for _ in range(2 * c.layers)]
+    keys_BKES = [jnp.ones((rows, K, c.head_dim, length), dtype) for _ in range(c.layers)]
+    values_BKSE = [jnp.ones((rows, K, length, c.head_dim), dtype) for _ in range(c.layers)]
     queries, weights = jnp.ones((rows, K, G, c.head_dim), dtype), jnp.ones((rows, K, G, length), dtype)
 
     @jax.jit
-    def products(arrays, inputs, cache, queries, weights):
+    def products(arrays, inputs, keys_BKES, values_BKSE, queries, weights):
         def step(_, small):  # added, so that the compiler cannot do a product once for all rounds
             for x, array, (_, axes) in zip(inputs, arrays, kernels, strict=True):
                 own = tuple(range(1, x.ndim))
                 small += 1e-20 * jax.lax.dot_general(x + small, array, ((own, axes), ((), ()))).ravel()[0]
-            for keys, values in zip(cache[::2], cache[1::2], strict=True):
-                small += 1e-20 * jnp.einsum("bkge,bkse->bkgs", queries + small, keys).sum()
+            for keys, values in zip(keys_BKES, values_BKSE, strict=True):
+                small += 1e-20 * jnp.einsum("bkge,bkes->bkgs", queries + small, keys).sum()
                 small += 1e-20 * jnp.einsum("bkgs,bkse->bkge", weights + small, values).sum()
             return small
 
         return jax.lax.fori_loop(0, PRODUCT_ROUNDS, step, jnp.zeros((), dtype))
 
-    return lambda: products(arrays, inputs, cache, queries, weights)
+    return lambda: products(arrays, inputs, keys_BKES, values_BKSE, queries, weights)
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:

@@ -67,12 +67,12 @@ def attend_plain(q_BTHE, k_BTKE, v_BTKE, allowed_BTT):
     return out.reshape(B, K, G, T, E).transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
 
 
-def attend_cached(q_BHE, k_BKSE, v_BKSE, mask_BS):
+def attend_cached(q_BHE, k_BKES, v_BKSE, mask_BS):
     """As `attend`, for one query a row over the valid slots of a cache. Returns [B, H, E]."""
     B, H, E = q_BHE.shape
-    K = k_BKSE.shape[1]
+    K = k_BKES.shape[1]
     q = (q_BHE * E**-0.5).reshape(B, K, H // K, E)
-    scores = jnp.einsum("bkge,bkse->bkgs", q, k_BKSE, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkge,bkes->bkgs", q, k_BKES, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask_BS[:, None, None], scores, MASKED), -1).astype(v_BKSE.dtype)
     return jnp.einsum("bkgs,bkse->bkge", weights, v_BKSE).reshape(B, H, E)
 
@@ -147,6 +147,5 @@ class Attention(nn.Module):
     def decode(self, x_BTD, turn, cached, mask_BS, column):
         """(output_BTD, cached) for one token a row (T = 1), whose key and value are written at `column`."""
         q, k, v = self.project(x_BTD, turn)
-        k_BKSE, v_BKSE = write_column(cached[0], column, k), write_column(cached[1], column, v)
-        out = attend_cached(q[:, 0], k_BKSE, v_BKSE, mask_BS)
-        return self.o(out[:, None]), (k_BKSE, v_BKSE)
+        cached = write_column(cached, column, (k, v))
+        return self.o(attend_cached(q[:, 0], *cached, mask_BS)[:, None]), cached

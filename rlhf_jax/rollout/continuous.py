@@ -24,7 +24,7 @@ from rlhf_jax.rollout.sampling import Sampling, row_uniforms
 from rlhf_jax.sharding.rules import batch_shards, constrain_rows
 from rlhf_jax.types import Prompts, Rollout
 
-REFILL = 16  # a refill places one slot in so many: with more they wait longer, with fewer prefills are small
+REFILL = 8  # a refill places one slot in so many: with more they wait longer, with fewer prefills are small
 WORTH = 0.75  # a refill begins when this share of what it could place finds a free slot
 
 

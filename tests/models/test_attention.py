@@ -91,7 +91,7 @@ def test_a_gpu_takes_flash_attention_for_sixteen_bits_and_the_plain_form_for_mor
 def test_over_a_cache_equals_the_last_query():
     q, k, v = arrays()
     whole = attend(q, k, v, jnp.asarray(MASK), causal=False)
-    cached = attend_cached(q[:, -1], k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), jnp.asarray(MASK))
+    cached = attend_cached(q[:, -1], k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), jnp.asarray(MASK))
     np.testing.assert_allclose(cached, whole[:, -1], atol=1e-6)
 
 
