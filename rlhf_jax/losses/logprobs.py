@@ -89,19 +89,23 @@ def chunked_logprobs(
     return join(logprobs), join(entropy)
 
 
-def _normalise(logits_BTV) -> tuple[jax.Array, jax.Array]:
-    """Logits with maximum 0, and their logsumexp: an offset common to all logits costs no digits."""
+def _normalise(logits_BTV) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits with maximum 0, their exponentials and the sums of these.
+
+    An offset common to all logits costs no digits, and no exponential is taken twice.
+    """
     logits_BTV = at_least_float32(logits_BTV)
     z_BTV = logits_BTV - lax.stop_gradient(logits_BTV.max(-1, keepdims=True))
-    return z_BTV, jnp.log(jnp.exp(z_BTV).sum(-1))
+    exp_BTV = jnp.exp(z_BTV)
+    return z_BTV, exp_BTV, exp_BTV.sum(-1)
 
 
-def _token_logprobs(z_BTV, lse_BT, tokens_BT) -> jax.Array:
+def _token_logprobs(z_BTV, exp_BTV, sum_BT, tokens_BT) -> jax.Array:
     tokens_BT = jnp.asarray(tokens_BT)
-    chex.assert_equal_shape([lse_BT, tokens_BT])
-    return jnp.take_along_axis(z_BTV, tokens_BT[..., None], -1)[..., 0] - lse_BT
+    chex.assert_equal_shape([sum_BT, tokens_BT])
+    return jnp.take_along_axis(z_BTV, tokens_BT[..., None], -1)[..., 0] - jnp.log(sum_BT)
 
 
-def _entropy(z_BTV, lse_BT) -> jax.Array:
-    p_BTV = jnp.exp(z_BTV - lse_BT[..., None])
-    return lse_BT - (p_BTV * jnp.where(p_BTV > 0, z_BTV, 0)).sum(-1)  # 0 * -inf counts as 0
+def _entropy(z_BTV, exp_BTV, sum_BT) -> jax.Array:
+    finite_BTV = jnp.maximum(z_BTV, jnp.finfo(z_BTV.dtype).min)  # 0 * -inf counts as 0
+    return jnp.log(sum_BT) - (exp_BTV * finite_BTV).sum(-1) / sum_BT
