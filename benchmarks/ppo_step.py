@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import machine
 import numpy as np
+import products
 from ppo_task import TokenPrompts, first_turns, load_model, make_task, mesh_settings, random_prompts
 from ppo_work import iteration_work
 
@@ -118,7 +119,10 @@ def step_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     memory = machine.peak_memory()
     timer = PhaseProfile(clock)
     *_, sizes = one_update(task, learner, args.updates, timer)
-    limits = machine.limits(args.dtype)
+    phases = phases_of(timer, iteration_work(task, *sizes), limits := machine.limits(args.dtype))
+    alone = {}
+    if jax.device_count() == 1:  # or each product is split
+        alone = add_products(phases, task, *(int(lengths_B.max()) for lengths_B in sizes))
     timed = seconds[1:] or seconds
     best = seconds.index(min(timed))
     work = iteration_work(task, *lengths[best])
@@ -139,7 +143,8 @@ def step_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "flops": sum(work[phase].flops for phase in ran),
         "floor_s": floor,
         "floor_ratio": seconds[best] / floor,
-        "phases": phases_of(timer, iteration_work(task, *sizes), limits),
+        **alone,
+        "phases": phases,
         **utilisation(sum(work[phase].flops for phase in ran) / seconds[best]),
         **memory,
     }
@@ -159,6 +164,17 @@ def phases_of(timer: PhaseProfile, work: dict[str, Any], limits: dict[str, float
             "peak_rss_gib": peak,
         }
     return phases
+
+
+def add_products(phases: dict[str, Any], task: PpoTask, prompt: int, response: int) -> dict[str, float]:
+    """To each phase the seconds of its matrix products alone; returns their sum, and all phases over it."""
+    for phase, found in products.of_iteration(task, prompt, response).items():
+        phases[phase]["products_s"] = products.seconds(found, task.config.policy.dtype)
+    total = sum(phase.get("products_s", 0.0) for phase in phases.values())
+    return {
+        "products_s": total,
+        "products_ratio": sum(phase["seconds"] for phase in phases.values()) / total,
+    }
 
 
 def utilisation(rate: float) -> dict[str, float]:

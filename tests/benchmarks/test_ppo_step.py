@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import products
 import pytest
 from ppo_step import TINY
 from ppo_task import TokenPrompts, first_turns, load_model, make_task, random_prompts
@@ -67,6 +68,43 @@ def test_work_by_hand(task):
     assert work["gen"].bytes == 4 * (4 * size + (7 + 26) * 2 * 2 * 4)
     # six optimizer steps: weights twice, gradients once, and Adam's seven passes
     assert work["update_actor"].bytes == 6 * size * (3 * 4 + 7 * 4)
+
+
+def flops(products):
+    return sum(2 * p.batch * p.rows * p.inner * p.columns * n for p, n in products.items())
+
+
+def test_products_by_hand(task):
+    """Those of a forward pass have its FLOPs, but that every token attends to all; a backward pass twice."""
+    config = task.steps.policy.model.config
+    assert products.forward_pass(config, 2, 4, 6) == {
+        products.Product(1, 8, 16, 16): 2,  # queries; back to the width
+        products.Product(1, 8, 16, 8): 2,  # keys, values
+        products.Product(1, 8, 16, 32): 2,  # gate, up
+        products.Product(1, 8, 32, 16): 1,
+        products.Product(4, 8, 4, 4): 2,  # two rows of two keys' heads, each with two queries' over 4 tokens
+        products.Product(1, 6, 16, 300): 1,
+    }
+    rest = flops(products.of_attention(config, 2, 4)) - 2 * 2 * 10 * 2 * 16  # 10 pairs of a row are counted
+    forward = flops(products.forward_pass(config, 2, 4, 6))
+    assert forward == forward_flops(config, [4, 4], unembed_positions=6) + rest
+    assert flops(products.update(config, 2, 4, 6, "layers")) == 4 * forward
+    assert flops(products.update(config, 2, 4, 0, "none")) == 3 * flops(products.forward_pass(config, 2, 4))
+    gate_and_up = 2 * 2 * 8 * 16 * 32
+    again = flops(products.update(config, 2, 4, 0, "products")) - flops(
+        products.update(config, 2, 4, 0, "none")
+    )
+    assert again == gate_and_up + flops(products.of_attention(config, 2, 4))
+
+
+def test_products_of_an_iteration(task):
+    found = products.of_iteration(task, 5, 3)
+    config = task.steps.policy.model.config
+    assert found["update_critic"] == products.times(products.update(config, 1, 8, 0, "products"), 3 * 2)
+    decoding = flops(found["gen"]) - flops(products.forward_pass(config, 2, 5, 2))
+    more_columns = 2 * (8 - 1) * 2 * 2 * 16  # the cache has eight, of which the FLOPs count one
+    assert decoding == 2 * (forward_flops(config, [1, 1], unembed_positions=2) + more_columns)
+    assert 0 < products.seconds(found["ref"], "float32") < 1
 
 
 def test_the_floor_is_the_longer_of_both_limits():

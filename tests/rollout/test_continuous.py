@@ -181,7 +181,7 @@ def test_nothing_but_the_conditions_crosses_from_one_group_of_devices_to_another
 
 
 def test_the_cache_is_written_in_place():
-    """No copy of a buffer of keys [6 slots, 2 heads, 4, 13 positions] or values in the loop, at each token."""
+    """No copy of a buffer of keys [6 slots, 2 heads, 4, 13 positions] or values at each token."""
     sample = tiny.generator(**tiny.SETTINGS, slots=6)
     arguments = unstack_layers(tiny.PARAMS), tiny.prompts_of(ROWS), KEY
     blocks = sample.lower(*arguments).compile().as_text().split("\n\n")
