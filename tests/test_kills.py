@@ -282,7 +282,7 @@ def test_a_disk_that_is_full_again_and_again_ends_each_start_with_one_line(in_pe
         assert server.wait() == 0, (tmp_path / "log").read_text()
     export, *states, picture = ("checkpoints/" in line for line in said)
     assert any(states), said
-    assert not (export or picture), said
+    assert [export, picture] == [False, False], said
     assert_same(directory, in_peace)
 
 
