@@ -102,6 +102,12 @@ class Checkpoints:
             for old in self.steps()[: -self._keep]:
                 _remove(self.directory / str(old))
 
+    def look(self) -> None:
+        """Tells, without waiting, of a save that has failed. Several processes hear of it in `wait`."""
+        if self._writing is not None and jax.process_count() == 1:
+            with self._told(self._writing):
+                self._checkpointer().check_for_errors()
+
     def latest_step(self) -> int | None:
         """The newest finished checkpoint, the same for every process; None where there is none."""
         self.wait()
@@ -174,10 +180,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, *exc_info):
-        if kind is None:
-            self.close()
-            return
-        with contextlib.suppress(Exception):  # the first fault is the one to tell
+        # the first fault is the one to tell
+        with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
             self.close()
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict]:

@@ -339,7 +339,7 @@ def test_a_checkpoint_counts_only_once_all_of_it_is_there(tmp_path, monkeypatch)
 
 
 LITTLE_ROOM = """
-import resource, sys
+import resource, sys, time
 import numpy as np
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.errors import InputError
@@ -354,15 +354,18 @@ checkpoints.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
     checkpoints.save(2, {"x": np.random.default_rng(0).random(1_000_000)}, {})
-    checkpoints.wait()
+    END
 except InputError as error:
     print(error)
 """
+WAIT, LOOK = "checkpoints.wait()", "for _ in range(600): checkpoints.look(); time.sleep(0.1)"
 
 
-def test_a_save_that_finds_no_room_leaves_the_one_before(tmp_path):
+@pytest.mark.parametrize("end", [WAIT, LOOK], ids=["waited for", "noticed in the background"])
+def test_a_save_that_finds_no_room_leaves_the_one_before(tmp_path, end):
+    script = LITTLE_ROOM.replace("END", end)
     done = subprocess.run(
-        [sys.executable, "-c", LITTLE_ROOM, str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=100
     )
     place = tmp_path / "checkpoints" / "ppo"
     remedy = "free some space, and the same command goes on from step 1"

@@ -77,6 +77,7 @@ def train_ppo(
             pending.flush()
             stopping = stop()
             pending.put(iteration + 1, metrics, timed.seconds, batch)
+            checkpoints.look()
             last = iteration + 1 == ppo.iterations
             if _evaluates(task.config, iteration + 1):
                 pending.flush()

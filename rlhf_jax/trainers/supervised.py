@@ -100,6 +100,7 @@ def train_supervised(
             first.done()
             log.write(task.phase, number + 1, numbers)
             progress.update(number + 1, total, numbers)
+            checkpoints.look()
             bad, stopping = int(state.bad_steps), stop()
             diverged, dump = bad >= task.run.max_bad_steps, None
             if bad == 1 or diverged:
