@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,7 @@ def once(args: argparse.Namespace) -> dict[str, Any]:
     jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()  # the first one of a process starts the backend
     if args.cache:
         jax.config.update("jax_compilation_cache_dir", args.cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # or what is quick is not kept
     loss, shapes_of_params, rollout = loss_and_arguments(args)
     start = time.perf_counter()
     lowered = jax.jit(jax.value_and_grad(loss)).lower(shapes_of_params, rollout)
@@ -71,6 +73,8 @@ def once(args: argparse.Namespace) -> dict[str, Any]:
     program = lowered.compile()
     done = time.perf_counter()
     result = {"trace_s": traced - start, "compile_s": done - traced}
+    if args.cache:
+        result["kept"] = len(list(pathlib.Path(args.cache).glob("*-cache")))
     if args.run:
         params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.02, leaf.dtype), shapes_of_params)
         result["run_s"] = machine.timed(program, params, rollout, repeats=3).best
@@ -117,6 +121,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         **found,
         "unrolled_over_scanned": start_s(unrolled) / start_s(scanned),
         "run_unrolled_over_scanned": unrolled["run_s"] / scanned["run_s"],
+        "kept_programs": {"cold": cold["kept"], "warm": warm["kept"]},
         "warm_over_cold": start_s(warm) / start_s(cold),
     }
 
