@@ -10,10 +10,7 @@ persistent cache saves. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import machine
+from compare import run_json
 
 from rlhf_jax.losses import masked_mean
 from rlhf_jax.models import Transformer, TransformerConfig, unstack_layers
@@ -87,23 +85,8 @@ def start_s(figures: dict[str, float]) -> float:
 
 
 def child(kind: str, layers: int, args: argparse.Namespace, *, run: bool = False, cache: str = "") -> Any:
-    sizes = ["--layers", layers, "--embed", args.embed, "--vocab", args.vocab]
-    command = [
-        sys.executable,
-        __file__,
-        "--once",
-        kind,
-        *sizes,
-        "--cache",
-        cache,
-        *(["--run"] if run else []),
-    ]
-    done = subprocess.run(
-        [*map(str, command)], stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ)
-    )
-    figures = json.loads(done.stdout.splitlines()[-1])
-    print(kind, layers, figures, flush=True)
-    return figures
+    sizes = ["--layers", layers, "--embed", args.embed, "--vocab", args.vocab, "--cache", cache]
+    return run_json([sys.executable, __file__, "--once", kind, *sizes, *(["--run"] if run else [])])
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def step_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     memory = machine.peak_memory()
     timer = PhaseProfile(clock)
     *_, sizes = one_update(task, learner, args.updates, timer)
-    phases = phases_of(timer, iteration_work(task, *sizes), limits := machine.limits(args.dtype))
+    limits = machine.limits(args.dtype)
+    phases = phases_of(timer, iteration_work(task, *sizes), limits)
     alone = {}
     if jax.device_count() == 1:  # or each product is split
         alone = add_products(phases, task, *(int(lengths_B.max()) for lengths_B in sizes))
