@@ -57,7 +57,8 @@ def options(args: argparse.Namespace) -> list[Any]:
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     ragged = ["--ragged", RAGGED] if args.ragged else []
-    return run_json([sys.executable, HERE / OURS[args.what], args.model, *options(args), *ragged])
+    packing = ["ppo.packing=true"] if args.natural and args.what == "ppo" else []
+    return run_json([sys.executable, HERE / OURS[args.what], args.model, *options(args), *ragged, *packing])
 
 
 def peer(args: argparse.Namespace) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def step_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     limits = machine.limits(args.dtype)
     phases = phases_of(timer, iteration_work(task, *sizes), limits)
     alone = {}
-    if jax.device_count() == 1:  # or each product is split
+    if jax.device_count() == 1 and not config.ppo.packing:  # or products have other shapes
         alone = add_products(phases, task, *(int(lengths_B.max()) for lengths_B in sizes))
     timed = seconds[1:] or seconds
     best = seconds.index(min(timed))

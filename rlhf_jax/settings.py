@@ -211,6 +211,11 @@ class Ppo:
     )
     reward_clip: float | None = option(None, "scores are clipped to ± this after standardisation; none: off")
     missing_eos_penalty: float = option(0.0, "subtracted from the score of a response that did not end")
+    packing: bool = option(
+        False,
+        "padding of prompts and responses is not computed in scoring and updates, which are compiled for "
+        "several sizes",
+    )
     old_logprobs: str = option(
         "auto",
         "the ratio's denominator: rollout (as sampled, no pass), recompute (a forward pass of the training "

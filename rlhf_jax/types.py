@@ -7,6 +7,8 @@ Scalars have no suffix.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -32,6 +34,13 @@ class Prompts:
         )
 
 
+class Room(NamedTuple):
+    """Tokens that a pass without padding has room for, on each shard of the batch."""
+
+    tokens: int  # of prompts and responses
+    responses: int
+
+
 @struct.dataclass
 class Rollout:
     """Prompts and the responses sampled for them. Response position t lies at sequence position P + t."""
@@ -41,6 +50,7 @@ class Rollout:
     mask_BT: jax.Array  # bool, True on response tokens up to and including the first EOS
     logprobs_BT: jax.Array  # float32, of the sampled tokens when they were sampled; 0 where masked
     truncated_B: jax.Array  # bool, the response reached its limit without an EOS
+    room: Room | None = struct.field(pytree_node=False, default=None)  # None: padding is computed too
 
     @classmethod
     def of(

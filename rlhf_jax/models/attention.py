@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.models.configs import Rope
 from rlhf_jax.models.kv_cache import write_column
 from rlhf_jax.models.layers import Linear
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.settings import Lora
 
 MASKED = -1e30  # finite, so that a row with nothing to attend to averages and has finite gradients
@@ -143,6 +144,11 @@ class Attention(nn.Module):
         """(output_BTD, (k_BTKE, v_BTKE)) over a whole sequence."""
         q, k, v = self.project(x_BTD, turn)
         return self.o(attend(q, k, v, mask_BT, causal=causal)), (k, v)
+
+    def packed(self, x_GND, turn, mask_BT, packing: Packing):
+        """As a causal call for packed tokens; turn holds theirs. Returns output_GND."""
+        q, k, v = (packing.unpack(x, mask_BT.shape[0]) for x in self.project(x_GND, turn))
+        return self.o(packing.pack(attend(q, k, v, mask_BT, causal=True)))
 
     def decode(self, x_BTD, turn, cached, mask_BS, column):
         """(output_BTD, cached) for one token a row (T = 1), whose key and value are written at `column`."""

@@ -15,6 +15,7 @@ from rlhf_jax.models.configs import TransformerConfig
 from rlhf_jax.models.heads import DECODER_HEADS, ScalarHead, Unembed
 from rlhf_jax.models.kv_cache import KVCache, fill_cache
 from rlhf_jax.models.layers import Mlp, Norm, Table, last_valid, positions_of, take_position
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.models.remat import recomputed
 from rlhf_jax.settings import Lora
 from rlhf_jax.sharding.rules import constrain
@@ -37,8 +38,12 @@ class Block(nn.Module):
         self.mlp_norm = Norm(c.embed, c.norm, c.norm_eps, *types)
         self.mlp = Mlp(c.embed, c.mlp, c.activation, c.gated_mlp, c.mlp_bias, *types, self.lora)
 
-    def __call__(self, x_BTD, turn, mask_BT):
-        x_BTD, _ = self.prefill(x_BTD, turn, mask_BT)
+    def __call__(self, x_BTD, turn, mask_BT, packing=None):
+        if packing is None:
+            x_BTD, _ = self.prefill(x_BTD, turn, mask_BT)
+        else:
+            out = self.attention.packed(self.attention_norm(x_BTD), turn, mask_BT, packing)
+            x_BTD = self._feed(x_BTD + out)
         return constrain(x_BTD, "batch", "length", "embed_act"), None
 
     def prefill(self, x_BTD, turn, mask_BT):
@@ -94,28 +99,28 @@ class Transformer(nn.Module):
         """One scanned block, or a list of blocks."""
         c = self.config
         block = recomputed(Block, self.remat, scanned=self.scan_layers)
-        broadcast: Any = (nn.broadcast, nn.broadcast)
         if not self.scan_layers:
             return [block(c, self.dtype, self.param_dtype, self.lora) for _ in range(c.layers)]
         scanned = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=broadcast,
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
             methods=["__call__", "prefill"],
         )
         return scanned(c, self.dtype, self.param_dtype, self.lora)
 
-    def __call__(self, tokens_BT, mask_BT=None):
+    def __call__(self, tokens_BT, mask_BT=None, packing: Packing | None = None):
         """Float32 logits_BTV, values_BT or scores_B, by head, independent of padding side and content.
 
         Args:
           mask_BT: bool; or for packed rows int, the number of each token's segment and 0 for padding:
             segments do not see each other, and each begins at position 0.
+          packing: of a bool mask; padding is then left out of what is computed.
         """
-        hidden_BTD = self.hidden(tokens_BT, mask_BT)
+        hidden_BTD = self.hidden(tokens_BT, mask_BT, packing)
         if self.head == "lm":
             return constrain(self.unembed(hidden_BTD), "batch", "length", "vocab_act")
         if self.head == "value" or mask_BT is None:
@@ -123,16 +128,17 @@ class Transformer(nn.Module):
             return values_BT if self.head == "value" else values_BT[:, -1]
         return self.scalar(take_position(hidden_BTD, last_valid(mask_BT.astype(bool))))
 
-    def hidden(self, tokens_BT, mask_BT=None):
-        """Hidden states after the final norm."""
-        x_BTD, turn, mask_BT = self._embed(tokens_BT, mask_BT)
+    def hidden(self, tokens_BT, mask_BT=None, packing: Packing | None = None):
+        """Hidden states after the final norm; with a packing of the mask, 0 in padding."""
+        x_BTD, turn, mask_BT = self._embed(tokens_BT, mask_BT, packing=packing)
         x_BTD = constrain(x_BTD, "batch", "length", "embed_act")
         if self.scan_layers:
-            x_BTD, _ = self.layers(x_BTD, turn, mask_BT)
+            x_BTD, _ = self.layers(x_BTD, turn, mask_BT, packing)
         else:
             for layer in self.layers:
-                x_BTD, _ = layer(x_BTD, turn, mask_BT)
-        return self.final_norm(x_BTD)
+                x_BTD, _ = layer(x_BTD, turn, mask_BT, packing)
+        x_BTD = self.final_norm(x_BTD)
+        return x_BTD if packing is None else packing.unpack(x_BTD, tokens_BT.shape[0])
 
     def unembed(self, hidden_BTD):
         """Float32 logits."""
@@ -172,8 +178,8 @@ class Transformer(nn.Module):
             pairs.append(pair)
         return self.unembed(self.final_norm(x[:, 0])), dataclasses.replace(cache, layers=tuple(pairs))
 
-    def _embed(self, tokens_BT, mask_BT, length: int | None = None):
-        """(x_BTD, rotation or None, mask_BT of bool or of segments)."""
+    def _embed(self, tokens_BT, mask_BT, length: int | None = None, packing: Packing | None = None):
+        """(x_BTD, rotation or None, mask_BT of bool or of segments); packed x and rotation by a packing."""
         chex.assert_rank(tokens_BT, 2)
         mask_BT = jnp.ones(tokens_BT.shape, bool) if mask_BT is None else jnp.asarray(mask_BT)
         chex.assert_equal_shape([tokens_BT, mask_BT])
@@ -182,7 +188,10 @@ class Transformer(nn.Module):
             raise InputError(
                 f"{length} tokens are more than the model's {limit} learned positions; shorten them"
             )
-        x, turn = self._place(self.embed(tokens_BT), positions_of(mask_BT))
+        positions_BT = positions_of(mask_BT)
+        if packing is not None:
+            tokens_BT, positions_BT = packing.pack(tokens_BT), packing.pack(positions_BT)
+        x, turn = self._place(self.embed(tokens_BT), positions_BT)
         return x, turn, mask_BT
 
     def _place(self, x_BTD, positions_BT):

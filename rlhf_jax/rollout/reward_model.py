@@ -12,14 +12,15 @@ import numpy as np
 from rlhf_jax.data.batches import pad_rows, width_for
 from rlhf_jax.data.messages import Dialogue
 from rlhf_jax.data.rendering import Renderer
-from rlhf_jax.rollout.score import with_final_eos
+from rlhf_jax.rollout.rooms import packed
+from rlhf_jax.rollout.score import packing_of, with_final_eos
 from rlhf_jax.rollout.scored import Scored
 from rlhf_jax.rollout.token_rows import rendered_rows
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.offload import to_device
 from rlhf_jax.sharding.processes import fetch, put
 from rlhf_jax.sharding.reshard import to_devices
-from rlhf_jax.sharding.rules import batch_sharding, in_view
+from rlhf_jax.sharding.rules import batch_sharding, batch_shards, in_view
 from rlhf_jax.types import Rollout
 
 WIDTH_STEP = 64  # texts are padded to a multiple of this, so that few widths are compiled
@@ -36,6 +37,7 @@ class RewardModel:
       max_length: longest dialogue in tokens.   batch_size: dialogues a forward pass.
       reads_rollouts: its tokenizer and rendering are the policy's, so that a rollout's tokens can be scored
         on the device.
+      packing: such rollouts are scored without their padding.
     """
 
     def __init__(
@@ -48,21 +50,24 @@ class RewardModel:
         max_length: int,
         batch_size: int,
         reads_rollouts: bool = False,
+        packing: bool = False,
     ):
         self.params, self.renderer, self.view = params, renderer, view
         self.max_length, self.reads_rollouts = max_length, reads_rollouts
         shards = view.batch_shards
         self.batch_size = -(-batch_size // shards) * shards
 
-        def score(params, tokens_BT, mask_BT):
-            return model.apply({"params": params}, tokens_BT, mask_BT)
+        def score(params, *inputs):
+            return model.apply({"params": params}, *inputs)
 
         def score_rollout(params, rollout):
             assert renderer.eos_id is not None  # only an encoder may have none, and it reads no rollouts
-            return score(params, *with_final_eos(rollout, renderer.eos_id))
+            tokens_BS, mask_BS = with_final_eos(rollout, renderer.eos_id)
+            more = len(tokens_BS) // batch_shards()  # a final EOS a row
+            return score(params, tokens_BS, mask_BS, *packing_of(mask_BS, rollout.room, more=more))
 
         self._score = in_view(view, score)
-        self._score_rollout = in_view(view, score_rollout)
+        self._score_rollout = in_view(view, packed(score_rollout) if packing else score_rollout)
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Dialogue], responses: Sequence[str]) -> Scored:
         if self.reads_rollouts:

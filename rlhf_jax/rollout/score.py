@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.losses import chunked_logprobs, entropy_from_logits, token_logprobs
+from rlhf_jax.models.packing import Packing, pack_valid, whole_lines
 from rlhf_jax.sharding.rules import batch_shards
-from rlhf_jax.types import Rollout
+from rlhf_jax.types import Rollout, Room
 
 CHUNK = 128  # tokens whose logits exist at once on a device; each chunk gathers a sharded unembedding anew
 
@@ -35,8 +36,27 @@ def response_logprobs(
         whole_BSV: Any = model.apply({"params": params}, *inputs)
         logits_BTV = whole_BSV[:, -T:].astype(jnp.float32) / temperature
         return token_logprobs(logits_BTV, rollout.response_BT), entropy_from_logits(logits_BTV)
+    inputs = *inputs, *packing_of(inputs[1], rollout.room)
     hidden_BSD: Any = model.apply({"params": params}, *inputs, method="hidden")
-    return hidden_logprobs(model, params, hidden_BSD[:, -T:], rollout.response_BT, temperature=temperature)
+    return _rollout_logprobs(model, params, hidden_BSD[:, -T:], rollout, temperature=temperature)
+
+
+def packing_of(mask_BS: jax.Array, room: Room | None, *, more: int = 0) -> tuple[Packing, ...]:
+    """The further argument of a model that leaves padding out; with room for so many tokens more a shard."""
+    return () if room is None else (pack_valid(mask_BS, batch_shards(), whole_lines(room.tokens + more)),)
+
+
+def _rollout_logprobs(
+    model: nn.Module, params: Any, hidden_BTD: jax.Array, rollout: Rollout, *, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """(logprobs_BT, entropy_BT) from the hidden states before each response token."""
+    if rollout.room is None:
+        return hidden_logprobs(model, params, hidden_BTD, rollout.response_BT, temperature=temperature)
+    packing = pack_valid(rollout.mask_BT, batch_shards(), rollout.room.responses)
+    packed = packing.pack(hidden_BTD), packing.pack(rollout.response_BT)
+    found = hidden_logprobs(model, params, *packed, temperature=temperature)
+    logprobs_BT, entropy_BT = (packing.unpack(x, len(hidden_BTD)) for x in found)
+    return logprobs_BT, entropy_BT
 
 
 def hidden_logprobs(
@@ -57,7 +77,8 @@ def response_values(model: nn.Module, params: Any, rollout: Rollout) -> tuple[ja
     Returns:
       (values_BT, final_B): the value before each response token, and after the last valid one.
     """
-    values_BS: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS)
+    packing = packing_of(rollout.mask_BS, rollout.room)
+    values_BS: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS, *packing)
     return _split_values(values_BS, rollout)
 
 
@@ -78,9 +99,10 @@ def response_logprobs_and_values(
       (logprobs_BT, entropy_BT, values_BT, final_B)
     """
     T = rollout.mask_BT.shape[1]
-    hidden_BSD: Any = model.apply({"params": params}, rollout.tokens_BS, rollout.mask_BS, method="hidden")
-    logprobs_BT, entropy_BT = hidden_logprobs(
-        model, params, hidden_BSD[:, -T - 1 : -1], rollout.response_BT, temperature=temperature
+    inputs = rollout.tokens_BS, rollout.mask_BS, *packing_of(rollout.mask_BS, rollout.room)
+    hidden_BSD: Any = model.apply({"params": params}, *inputs, method="hidden")
+    logprobs_BT, entropy_BT = _rollout_logprobs(
+        model, params, hidden_BSD[:, -T - 1 : -1], rollout, temperature=temperature
     )
     values_BS: Any = critic.apply({"params": head_params}, hidden_BSD[:, -T - 1 :], method="values")
     return logprobs_BT, entropy_BT, *_split_values(values_BS, rollout)

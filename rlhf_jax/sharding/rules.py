@@ -142,6 +142,11 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(view.mesh, PartitionSpec(*rows, *rest)))
 
 
+def take_rows(batch: Any, rows_R: jax.Array) -> Any:
+    """These rows of every array of a batch, split as batches are."""
+    return jax.tree.map(lambda x: constrain(x[rows_R], "batch", *[None] * (x.ndim - 1)), batch)
+
+
 def batch_shards() -> int:
     """Over how many groups of devices the rows of a batch are split in this `sharding_scope`; outside, 1."""
     view = _scope.get()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from rlhf_jax.sharding.rules import in_view, replicated
 from rlhf_jax.trainers.step import Step
 
 Metrics = dict[str, jax.Array]
+Loss = Callable[..., tuple[jax.Array, Metrics]]  # (params, batch) -> (loss, metrics), sums over rows
+value_and_gradient = functools.partial(jax.value_and_grad, has_aux=True)
 
 
 class Diverged(Halted):
@@ -135,7 +138,11 @@ def on_base(loss: Callable[..., Any], base: Any) -> Callable[..., Any]:
 
 
 def accumulate(
-    loss: Callable[..., tuple[jax.Array, Metrics]], params: Any, batch: Any, micro_batch_size: int | None
+    loss: Loss,
+    params: Any,
+    batch: Any,
+    micro_batch_size: int | None,
+    gradient: Callable[[Loss], Callable[..., Any]] = value_and_gradient,
 ):
     """Value and gradient of a loss that is a weighted sum over rows, a few rows at a time.
 
@@ -143,12 +150,12 @@ def accumulate(
     rounding, nothing else.
 
     Args:
-      loss: (params, rows of the batch) -> (loss, metrics), both sums over rows.
       batch: tree of arrays with one leading size; `micro_batch_size` divides it.
+      gradient: from a loss to the function of the same arguments that this one returns the sums of.
     Returns:
       ((loss, metrics), gradients)
     """
-    grad = jax.value_and_grad(loss, has_aux=True)
+    grad = gradient(loss)
     rows = jax.tree.leaves(batch)[0].shape[0]
     if micro_batch_size is None or micro_batch_size == rows:
         return grad(params, batch)
@@ -165,10 +172,11 @@ def accumulate(
 
 def update_step(
     tx: optax.GradientTransformationExtraArgs,
-    loss: Callable[..., tuple[jax.Array, Metrics]],
+    loss: Loss,
     state: TrainState,
     batch: Any,
     micro_batch_size: int | None = None,
+    gradient: Callable[[Loss], Callable[..., Any]] = value_and_gradient,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step. Where loss or gradient is not finite, the state stays and `bad_steps` counts it.
 
@@ -176,7 +184,7 @@ def update_step(
       (state, metrics): the loss's metrics with `loss`, `grad_norm` (before clipping) and `skipped` (0 or 1).
       A skipped step's metrics are all 0 but for `skipped`.
     """
-    (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size)
+    (value, metrics), grads = accumulate(loss, state.params, batch, micro_batch_size, gradient)
     norm = optax.tree.norm(grads)
     good = jnp.isfinite(norm) & jnp.isfinite(value)
     state = apply_gradients(tx, state, grads, norm, good)

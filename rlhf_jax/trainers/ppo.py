@@ -27,8 +27,9 @@ from rlhf_jax.losses import (
 from rlhf_jax.losses.masked import counts, token_weights, weighted_sum
 from rlhf_jax.rollout.score import response_logprobs, response_logprobs_and_values, response_values
 from rlhf_jax.settings import Ppo
-from rlhf_jax.sharding.rules import constrain
-from rlhf_jax.trainers.optimizer import Metrics, TrainState, update_step
+from rlhf_jax.sharding.rules import take_rows
+from rlhf_jax.trainers.optimizer import Metrics, TrainState, update_step, value_and_gradient
+from rlhf_jax.trainers.packing import even_order, packed_gradient
 from rlhf_jax.types import Rollout
 
 
@@ -243,7 +244,7 @@ def passes(
     experience: Experience,
     order: jax.Array,
     *,
-    micro_batch_size: int | None,
+    ppo: Ppo,
     stop_kl: float | None = None,
     update: Callable[..., tuple[Any, Metrics]] = update_step,
 ) -> tuple[Any, Metrics]:
@@ -254,17 +255,22 @@ def passes(
     Args:
       tx, state: the optimizer and the TrainState, or whatever `update` steps in their place.
       loss: (params, minibatch, denominator=) -> (loss, metrics), sums over rows.
+      ppo: of it `micro_batch_size` and `packing`.
     Returns:
       (state, metrics): means over the steps that were taken, and `optimizer_steps`, `skipped` as counts.
     """
+    gradient = packed_gradient if ppo.packing else value_and_gradient
 
     def step(carry, rows_b):
         state, stopped = carry
-        minibatch = jax.tree.map(lambda x: constrain(x[rows_b], "batch", *[None] * (x.ndim - 1)), experience)
+        if ppo.packing:
+            lengths_b = experience.rollout.mask_BS[rows_b].sum(-1)
+            rows_b = rows_b[even_order(lengths_b, len(rows_b) // (ppo.micro_batch_size or len(rows_b)))]
+        minibatch = take_rows(experience, rows_b)
         whole = functools.partial(loss, denominator=counts(minibatch.rollout.mask_BT))
 
         def take(state):
-            return update(tx, whole, state, minibatch, micro_batch_size)
+            return update(tx, whole, state, minibatch, ppo.micro_batch_size, gradient)
 
         if stop_kl is None:
             state, metrics = take(state)

@@ -46,6 +46,7 @@ def scorer_of(config: Config, reward: LoadedModel | None, policy: LoadedModel, v
         max_length=config.reward.max_length,
         batch_size=config.ppo.batch_size,
         reads_rollouts=same_rendering(policy.renderer, reward.renderer),
+        packing=config.ppo.packing,
     )
 
 

@@ -17,6 +17,7 @@ from rlhf_jax.models.lora import deferred_merge, learnt, with_adapters
 from rlhf_jax.models.parameters import shapes, unstack_layers
 from rlhf_jax.rollout.decoder import decoder_for
 from rlhf_jax.rollout.generate import generate
+from rlhf_jax.rollout.rooms import check_packs, packed
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.settings import Config, Lora, Ppo
 from rlhf_jax.settings import Rollout as RolloutSettings
@@ -120,6 +121,8 @@ def make_policy_steps(
     config: Config, views: Views, model: nn.Module, params: Any, eos_ids: Sequence[int]
 ) -> PolicySteps:
     """Jitted functions for this model. `params` may be arrays or shapes."""
+    if config.ppo.packing:
+        check_packs(model)
     actor = with_adapters(model, config.lora)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
@@ -127,7 +130,7 @@ def make_policy_steps(
         def logprobs(params, rollout):
             return response_logprobs(model, params, rollout, temperature=config.rollout.temperature or 1.0)[0]
 
-        return logprobs
+        return packed(logprobs) if config.ppo.packing else logprobs
 
     logprobs_there = _of_rows(logprobs_of(model), views.reference, views.train)
     return PolicySteps(
@@ -215,6 +218,8 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
     States are of what learns: with adapters, these and a head. Updates take the base of adapters beside.
     """
     ppo, views, actor = config.ppo, policy.views, policy.actor
+    if ppo.packing:
+        check_packs(critic)
     critic_params = learnt(critic_params) if config.lora.rank else critic_params
     learns, critic_learns = _learning(config, policy, critic, critic_params)
     everywhere, offload = replicated(views.train), config.placement.offload.optimizer
@@ -222,9 +227,7 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
     def update(learns, loss, stop_kl, state: TrainState, experience, key):
         order = minibatch_order(key, ppo.batch_size, epochs=ppo.epochs, minibatches=ppo.minibatches)
         lr = learns.rate(state.steps)
-        state, metrics = passes(
-            learns.tx, loss, state, experience, order, micro_batch_size=ppo.micro_batch_size, stop_kl=stop_kl
-        )
+        state, metrics = passes(learns.tx, loss, state, experience, order, ppo=ppo, stop_kl=stop_kl)
         return state, {**metrics, "lr": lr, "bad_steps": state.bad_steps}
 
     def update_actor(state, experience, kl_coef, key, base=None):
@@ -254,12 +257,13 @@ def make_ppo_steps(config: Config, policy: PolicySteps, critic: nn.Module, criti
             iteration=jax.device_put(np.int32(0), everywhere),
         )
 
+    values = functools.partial(response_values, critic)
     recomputes = recomputes_old_logprobs(config, actor)
     return PpoSteps(
         policy=policy,
         critic=critic,
         old_logprobs=policy.logprobs if recomputes else lambda params, rollout: None,
-        values=_of_rows(functools.partial(response_values, critic), views.critic, views.train),
+        values=_of_rows(packed(values) if ppo.packing else values, views.critic, views.train),
         experience=in_view(views.train, functools.partial(make_experience, ppo=ppo)),
         update_actor=state_update(update_actor, views.train, learns.places, offload=offload),
         update_critic=_from_home(

@@ -19,17 +19,20 @@ from flax import struct
 
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.lora import join
+from rlhf_jax.rollout.rooms import packed
 from rlhf_jax.rollout.score import response_logprobs_and_values
 from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import in_view
 from rlhf_jax.trainers.optimizer import (
     Learning,
+    Loss,
     Metrics,
     TrainState,
     accumulate,
     apply_gradients,
     state_update,
+    value_and_gradient,
 )
 from rlhf_jax.trainers.ppo import joint_loss, minibatch_order, passes, value_loss
 from rlhf_jax.types import Rollout
@@ -90,7 +93,7 @@ def make_shared_steps(
         return logprobs_BT if recomputes else None, *values
 
     return SharedSteps(
-        judge=in_view(view, judge),
+        judge=in_view(view, packed(judge) if config.ppo.packing else judge),
         update=state_update(both.update, view, Pair(actor.places, head.places), offload=offload),
         update_head=state_update(both.update_head, view, head.places, offload=offload),
     )
@@ -140,7 +143,7 @@ class _Both:
             pair,
             experience,
             self.order(key),
-            micro_batch_size=ppo.micro_batch_size,
+            ppo=ppo,
             stop_kl=ppo.stop_kl,
             update=joint_step,
         )
@@ -154,19 +157,18 @@ class _Both:
             return value_loss(values_BT, experience, ppo=ppo, denominator=denominator)
 
         rate = {"critic/lr": self.head.rate(state.steps)}
-        state, metrics = passes(
-            self.head.tx, loss, state, experience, self.order(key), micro_batch_size=ppo.micro_batch_size
-        )
+        state, metrics = passes(self.head.tx, loss, state, experience, self.order(key), ppo=ppo)
         metrics = {f"critic/{name}": number for name, number in metrics.items() if name != "loss"}
         return state, metrics | rate | _bad_steps(critic=state)
 
 
 def joint_step(
     txs: tuple[optax.GradientTransformationExtraArgs, optax.GradientTransformationExtraArgs],
-    loss: Callable[..., tuple[jax.Array, Metrics]],
+    loss: Loss,
     pair: Pair,
     batch: Any,
     micro_batch_size: int | None = None,
+    gradient: Callable[[Loss], Callable[..., Any]] = value_and_gradient,
 ) -> tuple[Pair, Metrics]:
     """As `update_step`, for the gradient of one loss with respect to both; either both step or neither.
 
@@ -174,7 +176,7 @@ def joint_step(
       (pair, metrics): with `grad_norm` of the policy and `vf_grad_norm` of the head.
     """
     params = pair.actor.params, pair.critic.params
-    (value, metrics), (grads, head_grads) = accumulate(loss, params, batch, micro_batch_size)
+    (value, metrics), (grads, head_grads) = accumulate(loss, params, batch, micro_batch_size, gradient)
     norm, head_norm = optax.tree.norm(grads), optax.tree.norm(head_grads)
     good = jnp.isfinite(norm) & jnp.isfinite(head_norm) & jnp.isfinite(value)
     pair = Pair(

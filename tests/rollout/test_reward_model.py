@@ -98,8 +98,10 @@ def test_a_rollouts_tokens_get_the_score_of_their_text():
     """
     end, other = [renderer().eos_id], [0]
     rollout = rollout_of_texts([end, [], end, other, []])
-    scores = reward_model(reads_rollouts=True)(rollout, PROMPTS, RESPONSES).scores_B
-    np.testing.assert_allclose(scores, expected(), atol=TOLERANCE)
+    for packing in (False, True):
+        score = reward_model(reads_rollouts=True, packing=packing)
+        scores = score(rollout, PROMPTS, RESPONSES).scores_B
+        np.testing.assert_allclose(scores, expected(), atol=TOLERANCE)
 
 
 def test_another_tokenizer_reads_the_text():

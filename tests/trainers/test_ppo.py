@@ -472,6 +472,6 @@ def test_passes_count_what_they_skip():
     broken = jax.tree.map(jnp.asarray, broken)
     loss = functools.partial(actor_loss, kl_coef=jnp.float32(0.0), model=model, ppo=Ppo(), temperature=0.8)
     order = minibatch_order(jax.random.key(0), B, epochs=1, minibatches=2)
-    state, metrics = passes(tx, loss, state, broken, order, micro_batch_size=None)
+    state, metrics = passes(tx, loss, state, broken, order, ppo=Ppo())
     assert (metrics["skipped"], metrics["optimizer_steps"], state.bad_steps) == (2, 0, 2)
     np.testing.assert_array_equal(state.params["embed"]["embedding"], params["embed"]["embedding"])
