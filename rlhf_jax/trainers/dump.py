@@ -147,14 +147,18 @@ def _packed(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _unpacked(arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> Batch:
-    rollout = {field.name: arrays[f"rollout.{field.name}"] for field in dataclasses.fields(Rollout)}
-    rest = {f.name: arrays[f.name] for f in dataclasses.fields(Experience) if f.name != "rollout"}
+    rollout = {name: arrays[f"rollout.{name}"] for name in _array_fields(Rollout)}
+    rest = {name: arrays[name] for name in _array_fields(Experience) if name != "rollout"}
     return Batch(
         experience=Experience(rollout=Rollout(**rollout), **rest),
         shuffle_key=jax.random.wrap_key_data(arrays["shuffle_key"]),
         kl_coef=arrays["kl_coef"],
         warming_up=bool(notes["warming_up"]),
     )
+
+
+def _array_fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.metadata.get("pytree_node", True)]
 
 
 def _plain(number: Any) -> float | None:
