@@ -81,11 +81,16 @@ def _few(count: int) -> int:
 
 
 def deal(sizes: Sequence[int], groups: int) -> np.ndarray:
-    """Item numbers in groups of equal count and about equal size: [groups, items / groups].
+    """Item numbers in groups of equal count and about equal size: [groups, items / groups]."""
+    return np.argsort(-np.asarray(sizes), kind="stable")[dealt_ranks(len(sizes), groups)]
 
-    The largest first, one to each group, then the next ones in the opposite direction, and so on.
+
+def dealt_ranks(count: int, groups: int) -> np.ndarray:
+    """Which of so many items, the largest first, come into each group: [groups, count / groups].
+
+    One to each group, then the next ones in the opposite direction, and so on.
     """
-    rounds_PG = np.argsort(-np.asarray(sizes), kind="stable").reshape(-1, groups)
+    rounds_PG = np.arange(count).reshape(-1, groups)
     rounds_PG[1::2] = rounds_PG[1::2, ::-1].copy()
     return rounds_PG.T
 

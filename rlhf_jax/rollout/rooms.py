@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.data.packing import dealt_ranks
 from rlhf_jax.errors import InputError
 from rlhf_jax.models.packing import whole_lines
 from rlhf_jax.models.transformer import Transformer
@@ -60,13 +61,8 @@ def packed(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deal(lengths_R: jax.Array, cells: int) -> jax.Array:
-    """Row numbers in cells of equal count and about equal length: [cells, R / cells].
-
-    The longest first, one to each cell, then the next ones in the opposite direction, and so on.
-    """
-    rounds = jnp.argsort(-lengths_R).reshape(-1, cells)
-    odd = jnp.arange(rounds.shape[0])[:, None] % 2 == 1
-    return jnp.where(odd, rounds[:, ::-1], rounds).T
+    """As `data.packing.deal`, on the device: [cells, R / cells] row numbers, about equal lengths a cell."""
+    return jnp.argsort(-lengths_R)[dealt_ranks(len(lengths_R), cells)]
 
 
 def check_packs(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from rlhf_jax.trainers.step import Step
 
 Metrics = dict[str, jax.Array]
 Loss = Callable[..., tuple[jax.Array, Metrics]]  # (params, batch) -> (loss, metrics), sums over rows
+Gradient = Callable[[Loss], Callable[..., Any]]  # to (params, batch) -> ((loss, metrics), gradients)
 value_and_gradient = functools.partial(jax.value_and_grad, has_aux=True)
 
 
@@ -142,7 +143,7 @@ def accumulate(
     params: Any,
     batch: Any,
     micro_batch_size: int | None,
-    gradient: Callable[[Loss], Callable[..., Any]] = value_and_gradient,
+    gradient: Gradient = value_and_gradient,
 ):
     """Value and gradient of a loss that is a weighted sum over rows, a few rows at a time.
 
@@ -176,7 +177,7 @@ def update_step(
     state: TrainState,
     batch: Any,
     micro_batch_size: int | None = None,
-    gradient: Callable[[Loss], Callable[..., Any]] = value_and_gradient,
+    gradient: Gradient = value_and_gradient,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step. Where loss or gradient is not finite, the state stays and `bad_steps` counts it.
 

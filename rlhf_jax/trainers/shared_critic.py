@@ -25,6 +25,7 @@ from rlhf_jax.settings import Config
 from rlhf_jax.sharding.mesh import View
 from rlhf_jax.sharding.rules import in_view
 from rlhf_jax.trainers.optimizer import (
+    Gradient,
     Learning,
     Loss,
     Metrics,
@@ -168,7 +169,7 @@ def joint_step(
     pair: Pair,
     batch: Any,
     micro_batch_size: int | None = None,
-    gradient: Callable[[Loss], Callable[..., Any]] = value_and_gradient,
+    gradient: Gradient = value_and_gradient,
 ) -> tuple[Pair, Metrics]:
     """As `update_step`, for the gradient of one loss with respect to both; either both step or neither.
 

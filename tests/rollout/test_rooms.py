@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.models import Transformer
 from rlhf_jax.rollout.rooms import deal, in_least_room, packed
 from rlhf_jax.rollout.score import response_logprobs, response_values
 from rlhf_jax.types import Rollout, Room
 from tests.models.tiny import CONFIGS, made
 
-B, P, T = 4, 8, 8
+P, T = 8, 8
 
 
 def rollout_of(prompts, responses, seed=0):
@@ -93,7 +92,6 @@ def test_padding_is_not_computed():
     """By the compiler's own count: half of the tokens take little more than half of the FLOPs."""
     config = dataclasses.replace(CONFIGS["llama"], embed=64, mlp=256, heads=4, head_dim=4, kv_heads=1)
     model, variables = made(config)
-    model = Transformer(config, scan_layers=True)
     rollout = rollout_of([4] * 4, [4] * 4)
 
     def flops(room):

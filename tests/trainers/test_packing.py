@@ -57,7 +57,7 @@ def test_packed_iterations_are_padded_ones(layout, monkeypatch):
 @pytest.mark.parametrize("kind", [SHARED, LORA], ids=["shared critic", "adapters"])
 @pytest.mark.slow
 def test_packed_runs_are_padded_ones(kind, tiny, tmp_path):
-    """Three iterations from the command's own loop: the metrics that are logged, and the evaluation's."""
+    """Three iterations of the command's own loop, by what they log."""
     for packing in ("true", "false"):
         pipeline.ppo(tiny(SHARED[0], *kind, f"ppo.packing={packing}", f"run.dir={tmp_path / packing}"))
     ours, theirs = records(tmp_path / "true"), records(tmp_path / "false")
